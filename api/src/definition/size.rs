@@ -1,0 +1,1 @@
+//! Byte sizes as people write them.

@@ -1,0 +1,1 @@
+//! Disk images: raw files and qcow2 chains behind one engine a disk, and the jobs on them.

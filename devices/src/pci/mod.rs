@@ -1,0 +1,1 @@
+//! PCI: configuration space, the host bridge, ECAM and MSI-X.

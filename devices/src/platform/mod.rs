@@ -1,0 +1,1 @@
+//! The chipset's small devices.

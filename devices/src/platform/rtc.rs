@@ -226,7 +226,7 @@ fn encode(value: u8, mode: u8) -> u8 {
     if mode & spec::B_BINARY != 0 {
         value
     } else {
-        (value / 10) << 4 | value % 10
+        ((value / 10) << 4) | (value % 10)
     }
 }
 

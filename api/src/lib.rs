@@ -1,8 +1,18 @@
 //! The definition of a VM and the HTTP interface to one, shared by the file, the API and the command line.
 //!
-//! | module | what | features |
+//! | module | what | feature |
 //! |---|---|---|
 //! | [`definition`] | [`definition::VmConfig`]: strict, typed, JSON or YAML | — |
+//! | [`types`] | bodies of requests and replies | — |
+//! | `server` | HTTP/1.1 on a unix socket in front of a `VmService`; the OpenAPI document | `server` |
+//! | `client` | the other end | `client` |
+//!
+//! Nothing here knows a hypervisor: whoever owns the VM implements `server::VmService`.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "client")]
+pub mod client;
 pub mod definition;
+#[cfg(feature = "server")]
+pub mod server;
+pub mod types;

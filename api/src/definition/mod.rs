@@ -1,22 +1,49 @@
 //! What a VM is: the one schema behind `vm.yaml`, `PUT /v1/vm` and the command line. Unknown fields are errors; nothing is probed.
+//!
+//! | step | where | finds |
+//! |---|---|---|
+//! | text to a document | [`parse`] | syntax errors, duplicate keys |
+//! | document to types | [`parse`] and the types here | unknown fields, wrong types, unknown variants |
+//! | single values | [`VmConfig::validate`] | ranges, names, uniqueness |
+//! | combinations | the table in `conflicts` | features that exclude each other |
+//!
+//! Every error is a [`DefinitionError`]: one line that names the source and the field's path.
+
+mod conflicts;
+mod error;
+mod mac;
+mod parse;
+#[cfg(feature = "server")]
+mod schema;
+mod size;
+mod validate;
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
-/// A number of bytes; written as an integer, or as a string with a binary unit (`"512MiB"`, `"4GiB"`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct ByteSize(pub u64);
+pub use error::DefinitionError;
+pub use mac::{MacAddress, MacAddressError};
+pub use parse::{parse, parse_as};
+pub use size::{ByteSize, ByteSizeError};
+pub use validate::limits;
 
 /// One virtual machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct VmConfig {
     /// Its name: a DNS label of 1 to 63 characters.
+    #[cfg_attr(
+        feature = "server",
+        schema(pattern = "^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
+    )]
     pub name: String,
     /// SMBIOS system UUID; derived from the name where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub uuid: Option<String>,
+    #[cfg_attr(feature = "server", schema(value_type = Option<String>, pattern = "^[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$"))]
+    pub uuid: Option<Uuid>,
     /// Processors.
     #[serde(default)]
     pub cpus: CpuConfig,
@@ -44,9 +71,11 @@ fn yes() -> bool {
 
 /// Processors of a VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CpuConfig {
     /// How many, 1 to 64.
+    #[cfg_attr(feature = "server", schema(minimum = 1, maximum = 64))]
     pub count: u8,
     /// How they are arranged; one socket of `count` single-threaded cores where absent. The product must be `count`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -58,26 +87,36 @@ pub struct CpuConfig {
 
 impl Default for CpuConfig {
     fn default() -> Self {
-        Self { count: 1, topology: None, model: CpuModel::Host }
+        Self {
+            count: 1,
+            topology: None,
+            model: CpuModel::Host,
+        }
     }
 }
 
 /// Arrangement of processors; each at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Topology {
     /// Sockets.
+    #[cfg_attr(feature = "server", schema(minimum = 1, maximum = 64))]
     pub sockets: u8,
     /// Dies in a socket.
+    #[cfg_attr(feature = "server", schema(minimum = 1, maximum = 64))]
     pub dies: u8,
     /// Cores in a die.
+    #[cfg_attr(feature = "server", schema(minimum = 1, maximum = 64))]
     pub cores: u8,
     /// Threads of a core.
+    #[cfg_attr(feature = "server", schema(minimum = 1, maximum = 64))]
     pub threads: u8,
 }
 
 /// Which processor the guest sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum CpuModel {
     /// The host's, as KVM offers it.
@@ -87,6 +126,7 @@ pub enum CpuModel {
 
 /// RAM of a VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct MemoryConfig {
     /// How much: 32 MiB to 1 TiB, a multiple of 2 MiB.
@@ -107,20 +147,25 @@ pub struct MemoryConfig {
 
 /// Direct kernel boot.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct BootConfig {
     /// An ELF kernel with a PVH note (vmlinux), or a bzImage (vmlinuz).
+    #[cfg_attr(feature = "server", schema(value_type = String, min_length = 1, max_length = 4095))]
     pub kernel: PathBuf,
     /// Initial RAM disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "server", schema(value_type = Option<String>, min_length = 1, max_length = 4095))]
     pub initrd: Option<PathBuf>,
     /// Kernel command line, at most 2047 bytes.
     #[serde(default)]
+    #[cfg_attr(feature = "server", schema(max_length = 2047))]
     pub cmdline: String,
 }
 
 /// The format of an image; always stated, never guessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum ImageFormat {
     /// Bytes as they are.
@@ -131,6 +176,7 @@ pub enum ImageFormat {
 
 /// How an image file is cached on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum CacheMode {
     /// Past the host's page cache (O_DIRECT).
@@ -141,6 +187,7 @@ pub enum CacheMode {
 
 /// What a guest's discard does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum DiscardMode {
     /// Gives the space back to the host.
@@ -152,11 +199,17 @@ pub enum DiscardMode {
 
 /// A disk.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct DiskConfig {
     /// Its name in the API and in messages, unique in the VM.
+    #[cfg_attr(
+        feature = "server",
+        schema(pattern = "^[A-Za-z0-9][-A-Za-z0-9_.]{0,31}$")
+    )]
     pub id: String,
     /// The image, or a block device.
+    #[cfg_attr(feature = "server", schema(value_type = String, min_length = 1, max_length = 4095))]
     pub path: PathBuf,
     /// The image's format.
     pub format: ImageFormat,
@@ -177,12 +230,15 @@ pub struct DiskConfig {
     pub discard: DiscardMode,
     /// Serial number that the guest sees, at most 20 bytes; the id where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "server", schema(max_length = 20))]
     pub serial: Option<String>,
     /// Request queues, 1 to 64.
     #[serde(default = "one")]
+    #[cfg_attr(feature = "server", schema(minimum = 1, maximum = 64))]
     pub queues: u16,
     /// Entries of a queue: a power of two, 2 to 1024.
     #[serde(default = "queue_size")]
+    #[cfg_attr(feature = "server", schema(minimum = 2, maximum = 1024))]
     pub queue_size: u16,
 }
 
@@ -204,9 +260,11 @@ fn queue_size() -> u16 {
 
 /// A read-only layer below a disk.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct BackingConfig {
     /// The image, or a block device.
+    #[cfg_attr(feature = "server", schema(value_type = String, min_length = 1, max_length = 4095))]
     pub path: PathBuf,
     /// Its format.
     pub format: ImageFormat,
@@ -217,23 +275,31 @@ pub struct BackingConfig {
 
 /// A network card.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct NetConfig {
     /// Its name in the API and in messages, unique in the VM.
+    #[cfg_attr(
+        feature = "server",
+        schema(pattern = "^[A-Za-z0-9][-A-Za-z0-9_.]{0,31}$")
+    )]
     pub id: String,
     /// The host side.
     pub tap: TapConfig,
     /// MAC address (`52:54:00:12:34:56`); derived from VM name and id where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mac: Option<String>,
+    pub mac: Option<MacAddress>,
     /// MTU offered to the guest, 68 to 65521; not offered where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "server", schema(minimum = 68, maximum = 65521))]
     pub mtu: Option<u16>,
     /// Pairs of receive and transmit queues, 1 to 16.
     #[serde(default = "one")]
+    #[cfg_attr(feature = "server", schema(minimum = 1, maximum = 16))]
     pub queue_pairs: u16,
     /// Entries of a queue: a power of two, 2 to 1024.
     #[serde(default = "queue_size")]
+    #[cfg_attr(feature = "server", schema(minimum = 2, maximum = 1024))]
     pub queue_size: u16,
     /// Offer checksum and segmentation offloads.
     #[serde(default = "yes")]
@@ -254,7 +320,7 @@ pub enum TapConfig {
 
 /// Where the first serial port goes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "mode", rename_all = "lowercase", deny_unknown_fields)]
+#[serde(tag = "mode", rename_all = "lowercase", try_from = "SerialFields")]
 pub enum SerialConfig {
     /// Nowhere.
     #[default]
@@ -272,12 +338,71 @@ pub enum SerialConfig {
     Socket {
         /// The socket.
         path: PathBuf,
-        /// How much output is kept for the next client, at most 16 MiB.
-        #[serde(default = "scrollback")]
+        /// How much output is kept for the next client, at most 16 MiB; 64 KiB where absent.
         scrollback: ByteSize,
     },
 }
 
-fn scrollback() -> ByteSize {
-    ByteSize(64 << 10)
+/// [`SerialConfig`] as it is written: serde drops unknown fields and paths of internally tagged enums, this does not.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SerialFields {
+    mode: SerialMode,
+    path: Option<PathBuf>,
+    scrollback: Option<ByteSize>,
 }
+
+#[derive(Clone, Copy, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum SerialMode {
+    None,
+    Stdio,
+    File,
+    Pty,
+    Socket,
+}
+
+impl TryFrom<SerialFields> for SerialConfig {
+    type Error = String;
+
+    fn try_from(fields: SerialFields) -> Result<Self, String> {
+        match (fields.mode, fields.path, fields.scrollback) {
+            (SerialMode::None, None, None) => Ok(Self::None),
+            (SerialMode::Stdio, None, None) => Ok(Self::Stdio),
+            (SerialMode::Pty, None, None) => Ok(Self::Pty),
+            (SerialMode::File, Some(path), None) => Ok(Self::File { path }),
+            (SerialMode::Socket, Some(path), scrollback) => Ok(Self::Socket {
+                path,
+                scrollback: scrollback.unwrap_or(DEFAULT_SCROLLBACK),
+            }),
+            (SerialMode::File | SerialMode::Socket, None, _) => {
+                Err("missing field `path`: modes file and socket need one".into())
+            }
+            (SerialMode::File, Some(_), Some(_)) | (_, None, Some(_)) => {
+                Err("field `scrollback` is for the mode socket only".into())
+            }
+            (_, Some(_), _) => Err("field `path` is for the modes file and socket only".into()),
+        }
+    }
+}
+
+const DEFAULT_SCROLLBACK: ByteSize = ByteSize(64 << 10);
+
+impl VmConfig {
+    /// The SMBIOS system UUID: the one stated, or one that is the same for every VM of this name (RFC 9562, version 5).
+    #[must_use]
+    pub fn system_uuid(&self) -> Uuid {
+        self.uuid
+            .unwrap_or_else(|| Uuid::new_v5(&NAMESPACE, self.name.as_bytes()))
+    }
+
+    /// The MAC address of `net`: the one stated, or one derived from the names of the VM and of the card.
+    #[must_use]
+    pub fn mac_of(&self, net: &NetConfig) -> MacAddress {
+        net.mac
+            .unwrap_or_else(|| MacAddress::derived(&self.name, &net.id))
+    }
+}
+
+/// The name space of derived identities, chosen at random once.
+const NAMESPACE: Uuid = Uuid::from_u128(0x6a1d_0c5e_93b4_4f0e_8b52_7f2c_d1a9_e604);

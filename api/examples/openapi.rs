@@ -1,0 +1,2 @@
+//! Writes resources/openapi.json.
+fn main() {}

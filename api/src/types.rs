@@ -10,7 +10,6 @@ use crate::definition::{DefinitionError, VmConfig};
 /// `GET /v1/info`: who answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
-#[serde(deny_unknown_fields)]
 pub struct Info {
     /// The program's version.
     pub version: String,
@@ -70,7 +69,6 @@ pub enum StopReason {
 /// `GET /v1/vm`: the VM as it is now.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
-#[serde(deny_unknown_fields)]
 pub struct VmView {
     /// Where it is in its life.
     pub state: VmState,
@@ -248,7 +246,6 @@ impl ErrorCode {
 /// The body of every reply that is no success.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
-#[serde(deny_unknown_fields)]
 #[error("{}{message}", field.as_ref().map(|field| format!("{field}: ")).unwrap_or_default())]
 pub struct ApiError {
     /// What kind of error.

@@ -24,7 +24,7 @@ const BODY: &str = "request";
 
 type Reply = Result<Response, ApiError>;
 
-struct Context<S> {
+pub(super) struct Context<S> {
     service: Arc<S>,
     stopped: watch::Receiver<bool>,
     subscribers: Arc<Semaphore>,
@@ -72,7 +72,7 @@ impl IntoResponse for ApiError {
 }
 
 /// Who answers.
-#[utoipa::path(get, path = "/v1/info", operation_id = "info", responses(
+#[utoipa::path(get, path = "/v1/info", operation_id = "info", tag = "process", responses(
     (status = 200, description = "Version, process and state.", body = Info),
     (status = 500, description = "A failure that no request should cause.", body = ApiError),
 ))]
@@ -81,7 +81,7 @@ pub(super) async fn info<S: VmService>(State(context): State<Context<S>>) -> Rep
 }
 
 /// Counters in the Prometheus text format.
-#[utoipa::path(get, path = "/v1/metrics", operation_id = "metrics", responses(
+#[utoipa::path(get, path = "/v1/metrics", operation_id = "metrics", tag = "process", responses(
     (status = 200, description = "Prometheus text format 0.0.4.", body = String, content_type = "text/plain"),
     (status = 500, description = "A failure that no request should cause.", body = ApiError),
 ))]
@@ -95,7 +95,7 @@ pub(super) async fn metrics<S: VmService>(State(context): State<Context<S>>) -> 
 }
 
 /// What happens from now on, as server-sent events; each message's data is an `Event`.
-#[utoipa::path(get, path = "/v1/events", operation_id = "events", responses(
+#[utoipa::path(get, path = "/v1/events", operation_id = "events", tag = "process", responses(
     (status = 200, description = "A stream that ends with the process.", body = Event, content_type = "text/event-stream"),
     (status = 429, description = "There are as many readers as can be.", body = ApiError),
 ))]
@@ -109,7 +109,7 @@ pub(super) async fn events<S: VmService>(State(context): State<Context<S>>) -> R
 }
 
 /// This document.
-#[utoipa::path(get, path = "/v1/openapi.json", operation_id = "openapi", responses(
+#[utoipa::path(get, path = "/v1/openapi.json", operation_id = "openapi", tag = "process", responses(
     (status = 200, description = "OpenAPI 3.1.", body = serde_json::Value, content_type = "application/json"),
 ))]
 pub(super) async fn document() -> Response {
@@ -124,7 +124,7 @@ pub(super) async fn document() -> Response {
 }
 
 /// Makes the VM; everything it needs is opened, or nothing is. The same definition again is a success.
-#[utoipa::path(put, path = "/v1/vm", operation_id = "create",
+#[utoipa::path(put, path = "/v1/vm", operation_id = "create", tag = "vm",
     request_body(description = "The definition; JSON or YAML.", content(
         (VmConfig = "application/json"), (VmConfig = "application/yaml"))),
     responses(
@@ -153,7 +153,7 @@ pub(super) async fn create<S: VmService>(
 }
 
 /// The VM as it is now.
-#[utoipa::path(get, path = "/v1/vm", operation_id = "vm", responses(
+#[utoipa::path(get, path = "/v1/vm", operation_id = "vm", tag = "vm", responses(
     (status = 200, description = "State and definition.", body = VmView),
     (status = 404, description = "There is no VM.", body = ApiError),
     (status = 500, description = "A failure that no request should cause.", body = ApiError),
@@ -163,7 +163,7 @@ pub(super) async fn vm<S: VmService>(State(context): State<Context<S>>) -> Reply
 }
 
 /// Removes a VM that is created or stopped. Nothing to remove is a success.
-#[utoipa::path(delete, path = "/v1/vm", operation_id = "delete", responses(
+#[utoipa::path(delete, path = "/v1/vm", operation_id = "delete", tag = "vm", responses(
     (status = 204, description = "There is no VM any more."),
     (status = 409, description = "It runs: shut it down first.", body = ApiError),
     (status = 500, description = "A failure that no request should cause.", body = ApiError),
@@ -174,7 +174,7 @@ pub(super) async fn delete<S: VmService>(State(context): State<Context<S>>) -> R
 }
 
 /// Lets a created VM run. One that runs already is a success.
-#[utoipa::path(post, path = "/v1/vm/start", operation_id = "start", responses(
+#[utoipa::path(post, path = "/v1/vm/start", operation_id = "start", tag = "vm", responses(
     (status = 200, description = "It runs.", body = VmView),
     (status = 404, description = "There is no VM.", body = ApiError),
     (status = 409, description = "It is shutting down or stopped.", body = ApiError),
@@ -185,7 +185,7 @@ pub(super) async fn start<S: VmService>(State(context): State<Context<S>>) -> Re
 }
 
 /// Presses the power button; what still runs when the time is over is forced off. The reply does not wait for it.
-#[utoipa::path(post, path = "/v1/vm/shutdown", operation_id = "shutdown",
+#[utoipa::path(post, path = "/v1/vm/shutdown", operation_id = "shutdown", tag = "vm",
     request_body(description = "Defaults where absent.", content = Option<ShutdownRequest>, content_type = "application/json"),
     responses(
     (status = 202, description = "It is shutting down or stopped.", body = VmView),
@@ -216,7 +216,7 @@ pub(super) async fn shutdown<S: VmService>(
 }
 
 /// Resets a running VM, as its reset button would.
-#[utoipa::path(post, path = "/v1/vm/reset", operation_id = "reset", responses(
+#[utoipa::path(post, path = "/v1/vm/reset", operation_id = "reset", tag = "vm", responses(
     (status = 200, description = "It starts anew.", body = VmView),
     (status = 404, description = "There is no VM.", body = ApiError),
     (status = 409, description = "It does not run.", body = ApiError),

@@ -16,10 +16,12 @@
 
 #![forbid(unsafe_code)]
 
+pub mod acpi;
 pub mod boot;
 pub mod cpuid;
 pub mod layout;
 pub mod msr;
+pub mod smbios;
 pub mod topology;
 
 /// A guest-physical address.

@@ -3,14 +3,20 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod lab;
 mod process;
+mod programs;
 mod setup;
+mod test;
 
-use std::process::ExitCode;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
 
 use clap::{Parser, Subcommand};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::lab::Session;
+use crate::test::Suite;
 
 /// Drover's tasks: set-up, demo, tests and benchmarks.
 #[derive(Parser)]
@@ -28,10 +34,36 @@ enum Task {
         #[arg(long)]
         firmware: bool,
     },
+    /// Test; the last line counts what passed, failed and was skipped
+    Test {
+        /// What to test
+        #[arg(value_enum, default_value_t = Suite::All)]
+        suite: Suite,
+        /// Test the programs of this folder instead of building them
+        #[arg(long)]
+        programs: Option<PathBuf>,
+        /// Only tests whose names contain one of these
+        filter: Vec<String>,
+    },
+    /// Run a shell command in an emulated KVM host, with drover-vmm and drover in its PATH
+    Lab {
+        /// Memory of the host
+        #[arg(long, default_value_t = 4096)]
+        memory_mib: u32,
+        /// Use the programs of this folder instead of building them
+        #[arg(long)]
+        programs: Option<PathBuf>,
+        /// Longest time for all of it
+        #[arg(long, default_value_t = 600)]
+        timeout_s: u64,
+        /// The command
+        #[arg(required = true, trailing_var_arg = true)]
+        command: Vec<String>,
+    },
 }
 
-fn run(task: &Task) -> Result<ExitCode> {
-    match *task {
+fn run(task: Task) -> Result<ExitCode> {
+    match task {
         Task::Setup { firmware } => {
             let lab = setup::run()?;
             println!("the lab is ready: {}", lab.manifest.display());
@@ -40,11 +72,46 @@ fn run(task: &Task) -> Result<ExitCode> {
             }
             Ok(ExitCode::SUCCESS)
         }
+        Task::Test {
+            suite,
+            programs,
+            filter,
+        } => test::run(suite, programs.as_deref(), &filter),
+        Task::Lab {
+            memory_mib,
+            programs,
+            timeout_s,
+            command,
+        } => {
+            let session = Session::open(programs.as_deref())?;
+            let mut lab = session.command(&["exec"]);
+            lab.args([
+                "--memory-mib",
+                &memory_mib.to_string(),
+                "--timeout-s",
+                &timeout_s.to_string(),
+                "--",
+            ]);
+            finish(lab.args(command))
+        }
     }
 }
 
+/// Runs a program whose exit status becomes ours.
+fn finish(command: &mut Command) -> Result<ExitCode> {
+    let status = command.status().map_err(|source| Error::Spawn {
+        program: command.get_program().to_string_lossy().into_owned(),
+        source,
+    })?;
+    Ok(if status.success() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
 fn main() -> ExitCode {
-    match run(&Arguments::parse().task) {
+    match run(Arguments::parse().task) {
         Ok(code) => code,
         Err(error) => {
             eprintln!("xtask: {error}");

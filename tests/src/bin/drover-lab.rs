@@ -21,13 +21,16 @@ use drover_tests::stories::{self, Story};
 enum Arguments {
     /// List the stories
     List,
-    /// Run the stories whose names contain FILTER, and end with the summary line
+    /// Run the stories whose names contain FILTER
     Test {
         #[command(flatten)]
         place: Place,
         /// Emulated hosts side by side
         #[arg(long, default_value_t = 2)]
         shards: usize,
+        /// Where to write how many passed, failed and were skipped
+        #[arg(long)]
+        report: PathBuf,
         /// Parts of story names; none means all
         filter: Vec<String>,
     },
@@ -134,7 +137,12 @@ fn test_here(place: &Place, lab: &Lab, stories: Vec<&'static Story>) -> io::Resu
     })
 }
 
-fn test(place: &Place, shards: usize, filter: &[String]) -> io::Result<ExitCode> {
+fn test(
+    place: &Place,
+    shards: usize,
+    report_path: &Path,
+    filter: &[String],
+) -> io::Result<ExitCode> {
     let lab = place.lab()?;
     let stories = selected(filter);
     if stories.is_empty() {
@@ -169,7 +177,14 @@ fn test(place: &Place, shards: usize, filter: &[String]) -> io::Result<ExitCode>
             report.lost_hosts
         );
     }
-    println!("{passed} passed, {failed} failed, {skipped} skipped");
+    let summary = serde_json::json!({
+        "passed": passed,
+        "failed": failed,
+        "skipped": skipped,
+        "lost_hosts": report.lost_hosts,
+        "stories": report.records,
+    });
+    fs::write(report_path, serde_json::to_vec_pretty(&summary)?)?;
     Ok(if failed == 0 {
         ExitCode::SUCCESS
     } else {
@@ -246,8 +261,9 @@ fn run(arguments: Arguments) -> io::Result<ExitCode> {
         Arguments::Test {
             place,
             shards,
+            report,
             filter,
-        } => test(&place, shards, &filter),
+        } => test(&place, shards, &report, &filter),
         Arguments::Exec {
             place,
             memory_mib,

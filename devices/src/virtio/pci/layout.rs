@@ -1,0 +1,101 @@
+//! Lays out the configuration space of a virtio PCI function: identity, BAR and capabilities (virtio 1.2 §4.1.2, §4.1.4).
+//!
+//! It is a conventional PCI function on the root bus: without a PCI Express capability the guest has no extended configuration space
+//! to look through, which saves it exits at boot.
+
+use super::spec::{DEVICE_BASE, MAX_QUEUES, NO_VECTOR, REVISION, VENDOR, bar, capability, common};
+use crate::pci::IntxPin;
+use crate::pci::bits::CAPABILITY_VENDOR;
+use crate::pci::config::{BarKind, ConfigSpace, Identity, LayoutError};
+use crate::pci::msix::{self, MsixLayout};
+use crate::virtio::DeviceType;
+
+/// A configuration space and where to find in it what the transport looks at.
+pub(super) struct Layout {
+    pub(super) config: ConfigSpace,
+    /// MSI-X Message Control.
+    pub(super) message_control: u8,
+    /// The capability for access through configuration space (§4.1.4.9).
+    pub(super) config_access: u8,
+}
+
+/// A vector for each queue and one for configuration changes, as far as the table has room.
+pub(super) fn vectors(queues: usize) -> u16 {
+    u16::try_from(queues.min(MAX_QUEUES) + 1).unwrap_or(NO_VECTOR)
+}
+
+pub(super) fn build(device_type: DeviceType, queues: usize) -> Result<Layout, LayoutError> {
+    let id = device_type as u16;
+    let mut config = ConfigSpace::new(Identity {
+        vendor: VENDOR,
+        device: DEVICE_BASE + id,
+        revision: REVISION,
+        class: class(device_type),
+        subsystem_vendor: VENDOR,
+        subsystem: DEVICE_BASE + id,
+    });
+    config.add_bar(bar::NUMBER, BarKind::Memory64, bar::SIZE)?;
+    config.set_interrupt_pin(IntxPin::A);
+    let layout = MsixLayout {
+        bar: bar::NUMBER,
+        table_offset: bar::MSIX_TABLE,
+        pba_offset: bar::MSIX_PBA,
+    };
+    let message_control = msix::add_capability(&mut config, layout, vectors(queues))?;
+    let notify_length = bar::NOTIFY_MULTIPLIER * queues as u32;
+    let structures = [
+        (capability::COMMON, bar::COMMON, common::LENGTH as u32),
+        (capability::ISR, bar::ISR, bar::ISR_LENGTH),
+        (capability::DEVICE, bar::DEVICE, bar::DEVICE_LENGTH),
+    ];
+    for (kind, offset, length) in structures {
+        let body = structure(kind, capability::LENGTH, offset, length);
+        config.add_capability(CAPABILITY_VENDOR, &body, &[])?;
+    }
+    let mut notify = structure(
+        capability::NOTIFY,
+        capability::LONG_LENGTH,
+        bar::NOTIFY,
+        notify_length,
+    )
+    .to_vec();
+    notify.extend(bar::NOTIFY_MULTIPLIER.to_le_bytes());
+    config.add_capability(CAPABILITY_VENDOR, &notify, &[])?;
+    let config_access = add_config_access(&mut config)?;
+    Ok(Layout {
+        config,
+        message_control,
+        config_access,
+    })
+}
+
+/// `struct virtio_pci_cap` behind capability ID and next pointer.
+fn structure(kind: u8, cap_length: u8, offset: u32, length: u32) -> [u8; 14] {
+    let mut body = [0; 14];
+    body[0] = cap_length;
+    body[1] = kind;
+    body[2] = bar::NUMBER;
+    body[usize::from(capability::OFFSET) - 2..][..4].copy_from_slice(&offset.to_le_bytes());
+    body[usize::from(capability::REGION_LENGTH) - 2..][..4].copy_from_slice(&length.to_le_bytes());
+    body
+}
+
+/// The window onto the BAR: the driver writes bar, offset, length and data.
+fn add_config_access(config: &mut ConfigSpace) -> Result<u8, LayoutError> {
+    let kind = capability::PCI_CONFIG_ACCESS;
+    let mut body = structure(kind, capability::LONG_LENGTH, 0, 0).to_vec();
+    body.extend([0; 4]);
+    let mut writable = vec![0; body.len()];
+    writable[usize::from(capability::BAR) - 2] = 0xff;
+    writable[usize::from(capability::OFFSET) - 2..].fill(0xff);
+    config.add_capability(CAPABILITY_VENDOR, &body, &writable)
+}
+
+/// The class code, `0xCCSSPP`, which drivers do not look at but people do.
+fn class(device_type: DeviceType) -> u32 {
+    match device_type {
+        DeviceType::Net => 0x02_00_00,
+        DeviceType::Block => 0x01_80_00,
+        DeviceType::Rng => 0x10_80_00,
+    }
+}

@@ -9,6 +9,14 @@
 //! The transport owns feature negotiation, queue addresses and vectors; a device owns its configuration space and serves queues.
 //! Reset and re-activation, and drivers that enable n of N queues, are ordinary paths: nothing is sized by what could be enabled.
 
+// pub mod block;
+pub mod memory;
+pub mod net;
+pub mod pci;
+pub mod queue;
+pub mod rng;
+pub mod worker;
+
 use std::sync::Arc;
 
 use virtio_queue::Queue;
@@ -122,4 +130,14 @@ pub trait VirtioDevice: Send {
     /// # Errors
     /// As [`VirtioDevice::activate`].
     fn enable_queue(&mut self, queue: ActiveQueue) -> Result<(), ActivateError>;
+}
+
+/// Reads from the bytes of a configuration space; zeros past its end.
+fn read_config_bytes(config: &[u8], offset: u64, data: &mut [u8]) {
+    let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+    let rest = config.get(offset..).unwrap_or_default();
+    let (from_config, past) = data.split_at_mut(rest.len().min(data.len()));
+    let (bytes, _) = rest.split_at(from_config.len());
+    from_config.copy_from_slice(bytes);
+    past.fill(0);
 }

@@ -10,6 +10,7 @@
 //! Every error is a [`DefinitionError`]: one line that names the source and the field's path.
 
 mod conflicts;
+mod document;
 mod error;
 mod mac;
 mod parse;

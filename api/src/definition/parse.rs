@@ -1,16 +1,16 @@
 //! From text to types. YAML and JSON go through one strict document (no duplicate keys, no tags, only text keys), so that a
 //! definition means the same in both, and serde's errors carry the path of the field.
 
-use std::fmt;
+use serde::de::DeserializeOwned;
 
-use serde::Deserialize;
-use serde::de::{self, DeserializeOwned, Deserializer, MapAccess, SeqAccess};
-use serde_json::{Map, Number, Value};
-
+use super::document::Document;
 use super::{DefinitionError, VmConfig};
 
 /// A text larger than this is no definition, bytes.
 const MAX_TEXT: usize = 1 << 20;
+
+/// Brackets open at once; the YAML reader itself gives up at half of it.
+const MAX_DEPTH: usize = 256;
 
 /// Reads the definition of a VM, YAML or JSON. `source` (a file's name) begins the messages. Does not [`VmConfig::validate`].
 ///
@@ -25,10 +25,10 @@ pub fn parse(text: &[u8], source: &str) -> Result<VmConfig, DefinitionError> {
 /// # Errors
 /// The text is not YAML, or does not have the shape of a `T`.
 pub fn parse_as<T: DeserializeOwned>(text: &[u8], source: &str) -> Result<T, DefinitionError> {
-    let result = document(text).and_then(|Document(value)| {
-        serde_path_to_error::deserialize(value).map_err(|error| {
+    let result = document(text).and_then(|document| {
+        serde_path_to_error::deserialize(document).map_err(|error| {
             let path = error.path().to_string();
-            let reason = error.into_inner().to_string().replace('`', "\"");
+            let reason = plain(&error.into_inner().to_string());
             if path == "." {
                 DefinitionError::whole(reason)
             } else {
@@ -52,71 +52,53 @@ fn document(text: &[u8]) -> Result<Document, DefinitionError> {
     {
         return Ok(document);
     }
+    if nests_too_deep(text) {
+        let reason = format!("more than {MAX_DEPTH} brackets are open at once");
+        return Err(DefinitionError::whole(reason));
+    }
     serde_norway::from_slice(text)
-        .map_err(|error| DefinitionError::whole(error.to_string().replace('`', "\"")))
+        .map_err(|error| DefinitionError::whole(plain(&error.to_string())))
 }
 
-/// A document whose mappings have unique text keys.
-struct Document(Value);
-
-impl<'de> Deserialize<'de> for Document {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(DocumentVisitor).map(Self)
+/// serde's wording for people who write definitions: names in quotation marks, numbers bare.
+fn plain(message: &str) -> String {
+    let mut text = String::with_capacity(message.len());
+    for (index, part) in message.split('`').enumerate() {
+        let bare = part.parse::<f64>().is_ok() || matches!(part, "true" | "false");
+        if index % 2 == 0 || bare {
+            text.push_str(part);
+        } else {
+            text.extend(["\"", part, "\""]);
+        }
     }
+    for (rust, plain) in WORDS {
+        if let Some(before) = text.strip_suffix(rust) {
+            return format!("{before}{plain}");
+        }
+    }
+    text.replacen("type: unit value", "type: null", 1)
 }
 
-struct DocumentVisitor;
+/// What serde calls by the names of Rust's types, always at the end of a message.
+const WORDS: [(&str, &str); 6] = [
+    ("expected u8", "expected an integer, 0 to 255"),
+    ("expected u16", "expected an integer, 0 to 65535"),
+    ("expected u32", "expected an integer, 0 to 4294967295"),
+    ("expected u64", "expected an integer, not negative"),
+    ("expected i32", "expected an integer"),
+    ("expected a boolean", "expected true or false"),
+];
 
-impl<'de> de::Visitor<'de> for DocumentVisitor {
-    type Value = Value;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a mapping, a sequence or a plain value")
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<Value, E> {
-        Ok(Value::Null)
-    }
-
-    fn visit_bool<E: de::Error>(self, value: bool) -> Result<Value, E> {
-        Ok(Value::Bool(value))
-    }
-
-    fn visit_u64<E: de::Error>(self, value: u64) -> Result<Value, E> {
-        Ok(Value::Number(value.into()))
-    }
-
-    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Value, E> {
-        Ok(Value::Number(value.into()))
-    }
-
-    fn visit_f64<E: de::Error>(self, value: f64) -> Result<Value, E> {
-        Number::from_f64(value)
-            .map(Value::Number)
-            .ok_or_else(|| E::custom("infinity and NaN are no values of a definition"))
-    }
-
-    fn visit_str<E: de::Error>(self, value: &str) -> Result<Value, E> {
-        Ok(Value::String(value.to_owned()))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
-        let mut values = Vec::new();
-        while let Some(Document(value)) = items.next_element()? {
-            values.push(value);
+/// libyaml's time grows with the square of the depth of brackets, so that depth is bounded first. Brackets in strings count as
+/// well: no definition has that many that stay open.
+fn nests_too_deep(text: &[u8]) -> bool {
+    let mut depth = 0_usize;
+    text.iter().any(|byte| {
+        match byte {
+            b'[' | b'{' => depth += 1,
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
         }
-        Ok(Value::Array(values))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
-        let mut map = Map::new();
-        while let Some(key) = entries.next_key::<String>()? {
-            let Document(value) = entries.next_value()?;
-            if map.contains_key(&key) {
-                return Err(de::Error::custom(format!("duplicate field \"{key}\"")));
-            }
-            map.insert(key, value);
-        }
-        Ok(Value::Object(map))
-    }
+        depth > MAX_DEPTH
+    })
 }

@@ -145,7 +145,7 @@ pub(super) async fn create<S: VmService>(
     let (headers, body) = split(request);
     require_type(&headers, &["application/json", "application/yaml"])?;
     let config: VmConfig = decode(&read(&headers, body).await?)?;
-    config.validate().map_err(invalid)?;
+    config.validate().map_err(|error| invalid(&error))?;
     Ok(match context.service.create(config).await? {
         Created::New(vm) => (StatusCode::CREATED, Json(vm)).into_response(),
         Created::Existing(vm) => Json(vm).into_response(),
@@ -204,13 +204,13 @@ pub(super) async fn shutdown<S: VmService>(
 ) -> Reply {
     let (headers, body) = split(request);
     let body = read(&headers, body).await?;
-    let request = if body.is_empty() {
+    let request: ShutdownRequest = if body.is_empty() {
         ShutdownRequest::default()
     } else {
         require_type(&headers, &["application/json"])?;
-        decode(&body)?
+        decode::<Option<_>>(&body)?.unwrap_or_default()
     };
-    request.validate().map_err(invalid)?;
+    request.validate().map_err(|error| invalid(&error))?;
     let vm = context.service.shutdown(request).await?;
     Ok((StatusCode::ACCEPTED, Json(vm)).into_response())
 }
@@ -293,6 +293,6 @@ fn decode<T: serde::de::DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
     parse_as(body, BODY).map_err(|error| ApiError::definition(ErrorCode::Malformed, &error))
 }
 
-fn invalid(error: DefinitionError) -> ApiError {
-    ApiError::definition(ErrorCode::Invalid, &error)
+fn invalid(error: &DefinitionError) -> ApiError {
+    ApiError::definition(ErrorCode::Invalid, error)
 }

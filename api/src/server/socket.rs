@@ -48,11 +48,9 @@ pub enum SocketError {
 #[derive(Debug)]
 pub struct SocketGuard {
     path: PathBuf,
-    identity: Identity,
+    /// The file itself (`O_PATH`): as long as it is open, its inode number is not used again.
+    file: File,
 }
-
-/// Device and inode.
-type Identity = (u64, u64);
 
 /// Makes the socket `path` with mode 0600 and listens on it (non-blocking, close-on-exec).
 ///
@@ -76,10 +74,11 @@ pub fn bind_socket(path: &Path) -> Result<(UnixListener, SocketGuard), SocketErr
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)
         .map_err(|e| fail("set the mode")(e.into()))?;
     rustix::net::bind(&socket, &address).map_err(|e| fail("bind")(e.into()))?;
-    let identity = identity(path).map_err(fail("look at"))?;
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|e| fail("open")(e.into()))?;
     let guard = SocketGuard {
         path: path.into(),
-        identity,
+        file: file.into(),
     };
     rustix::net::listen(&socket, BACKLOG).map_err(|e| fail("listen on")(e.into()))?;
     Ok((UnixListener::from(socket), guard))
@@ -123,7 +122,7 @@ impl Drop for SocketGuard {
     fn drop(&mut self) {
         // Without the lock another process might replace the file between our look and the removal; then it is better left alone.
         if let Ok(_lock) = Lock::take(&self.path)
-            && identity(&self.path).is_ok_and(|identity| identity == self.identity)
+            && is_at(&self.file, &self.path).unwrap_or(false)
             && let Err(error) = std::fs::remove_file(&self.path)
         {
             tracing::warn!(path = %self.path.display(), %error, "cannot remove the API socket");
@@ -131,9 +130,14 @@ impl Drop for SocketGuard {
     }
 }
 
-fn identity(path: &Path) -> io::Result<Identity> {
-    let metadata = path.symlink_metadata()?;
-    Ok((metadata.dev(), metadata.ino()))
+/// Whether `file` is what is under the name `path` now.
+fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let held = file.metadata()?;
+    match path.symlink_metadata() {
+        Ok(named) => Ok((named.dev(), named.ino()) == (held.dev(), held.ino())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// The lock file, held.
@@ -152,13 +156,8 @@ impl Lock {
             let file: OwnedFd = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR)?;
             rustix::io::retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::LockExclusive))?;
             let file = File::from(file);
-            let held = file.metadata()?;
-            match identity(&path) {
-                Ok(named) if named == (held.dev(), held.ino()) => {
-                    return Ok(Self { path, _file: file });
-                }
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-                Ok(_) | Err(_) => {}
+            if is_at(&file, &path)? {
+                return Ok(Self { path, _file: file });
             }
         }
     }

@@ -210,14 +210,8 @@ fn a_bzimage_is_entered_in_64_bit_mode_with_the_zero_page_in_rsi() {
     let header = zero_page.hdr;
     assert_eq!({ header.header }, 0x5372_6448);
     assert_eq!({ header.type_of_loader }, 0xFF);
-    assert_eq!(
-        read(&memory, u64::from(header.cmd_line_ptr), 6),
-        b"quiet\0"
-    );
-    assert_eq!(
-        read(&memory, u64::from(header.ramdisk_image), 6),
-        b"initrd"
-    );
+    assert_eq!(read(&memory, u64::from(header.cmd_line_ptr), 6), b"quiet\0");
+    assert_eq!(read(&memory, u64::from(header.ramdisk_image), 6), b"initrd");
     assert_eq!({ header.ramdisk_size }, 6);
     assert_eq!({ zero_page.acpi_rsdp_addr }, RSDP.0);
     assert_eq!(

@@ -72,10 +72,7 @@ fn leaf_b_describes_two_sockets_of_three_cores_of_two_threads() {
     let topology = Topology::new(2, 1, 3, 2).unwrap();
     let entries = policy(INTEL, topology).for_vcpu(9);
     // Index 9 is socket 1, core 1, thread 1.
-    assert_eq!(
-        decode(&entries, 0xB),
-        (0b1_01_1, vec![(1, 1, 2), (2, 3, 6)])
-    );
+    assert_eq!(decode(&entries, 0xB), (0b1011, vec![(1, 1, 2), (2, 3, 6)]));
     assert_eq!(leaf(&entries, 1, 0).ebx >> 16, 0b1011 << 8 | 8);
     assert!(entries.iter().all(|entry| entry.function != 0x1F));
 }

@@ -1,0 +1,105 @@
+//! Removes a worker and every trace of it, in whatever state it is. Doing it again does nothing.
+
+use std::time::{Duration, Instant};
+
+use drover_api::types::ShutdownRequest;
+
+use crate::error::Error;
+use crate::netlink;
+use crate::process;
+use crate::state::{StateDir, WorkerDir};
+use crate::vmm;
+
+/// How long the VMM may take to end after its guest is off.
+const END_DEADLINE: Duration = Duration::from_secs(5);
+/// How long the VMM may take to take a request.
+const REPLY_DEADLINE: Duration = Duration::from_secs(5);
+/// How long a tap may outlive the process that held it.
+const TAP_DEADLINE: Duration = Duration::from_secs(2);
+
+/// How a guest is ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// Its power button is pressed; after the timeout it is forced off.
+    Shutdown {
+        /// How long it has.
+        timeout: Duration,
+    },
+    /// Its VMM is killed.
+    Force,
+}
+
+/// How a worker ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Deleted {
+    /// There was none.
+    Absent,
+    /// It did not run.
+    Stopped,
+    /// Its guest powered off.
+    ShutDown,
+    /// It was ended by force.
+    Forced,
+}
+
+/// Removes the worker `name`.
+///
+/// # Errors
+/// It is being created, its process does not end, or something of it cannot be removed. It can be called again.
+pub fn delete(state: &StateDir, name: &str, end: End) -> Result<Deleted, Error> {
+    let dir = state.worker(name)?;
+    state.sweep(name)?;
+    let Some(locked) = state.lock(&dir)? else {
+        return Ok(Deleted::Absent);
+    };
+    let how = stop(&dir, end)?;
+    // A worker that was damaged by hand has no record; the folder is removed all the same.
+    if let Ok(record) = dir.record(state)
+        && let Some(tap) = &record.tap
+    {
+        remove_tap(tap)?;
+    }
+    state.remove(name, &locked)?;
+    Ok(how)
+}
+
+fn stop(dir: &WorkerDir, end: End) -> Result<Deleted, Error> {
+    let Some(process) = process::find(dir) else {
+        return Ok(Deleted::Stopped);
+    };
+    if let End::Shutdown { timeout } = end {
+        let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
+        let began = Instant::now();
+        // A VMM that cannot be asked any more is ended like one that does not obey.
+        let asked = vmm::client(dir)?
+            .with_timeout(REPLY_DEADLINE)
+            .shutdown(ShutdownRequest { timeout_ms })
+            .is_ok();
+        if asked && process.wait(timeout.saturating_add(END_DEADLINE)) {
+            // The VMM forces the guest off by itself at the deadline.
+            return Ok(if began.elapsed() < timeout {
+                Deleted::ShutDown
+            } else {
+                Deleted::Forced
+            });
+        }
+    }
+    process.kill()?;
+    Ok(Deleted::Forced)
+}
+
+/// The kernel removes the tap when its last descriptor is closed, a little after the process is gone; one that is held by
+/// somebody else goes by request.
+fn remove_tap(tap: &str) -> Result<(), Error> {
+    let deadline = Instant::now() + TAP_DEADLINE;
+    while netlink::exists(tap) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    if !netlink::exists(tap) {
+        return Ok(());
+    }
+    netlink::remove(tap).map_err(|source| Error::Network {
+        what: format!("cannot remove {tap}"),
+        source,
+    })
+}

@@ -1,7 +1,6 @@
 //! The server as clients see it: ours, and raw bytes on the socket.
 
 use std::io::{Read, Write};
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -65,7 +64,6 @@ impl Server {
         let mut stream = self.connect();
         // A refusal may come, and the connection be closed, before all is sent.
         let _ = stream.write_all(request);
-        let _ = stream.shutdown(Shutdown::Write);
         let mut reply = Vec::new();
         let _ = stream.read_to_end(&mut reply);
         let reply = String::from_utf8(reply).unwrap();

@@ -29,6 +29,9 @@ impl<'de> Deserialize<'de> for Document {
     }
 }
 
+/// 2^53: below it, neighbouring floats are less than 2 apart.
+const EXACT: f64 = 9_007_199_254_740_992.0;
+
 struct DocumentVisitor;
 
 impl<'de> Visitor<'de> for DocumentVisitor {
@@ -59,10 +62,13 @@ impl<'de> Visitor<'de> for DocumentVisitor {
     }
 
     fn visit_f64<E: de::Error>(self, value: f64) -> Result<Document, E> {
-        if value.is_finite() {
-            Ok(Document::Float(value))
-        } else {
-            Err(E::custom("infinity and NaN are no values of a definition"))
+        // 2.0 is an integer to JSON Schema, as far as a float counts exactly.
+        match format!("{value:.0}").parse() {
+            Ok(integer) if value.fract() == 0.0 && value.abs() < EXACT => {
+                Ok(Document::Signed(integer))
+            }
+            _ if value.is_finite() => Ok(Document::Float(value)),
+            _ => Err(E::custom("infinity and NaN are no values of a definition")),
         }
     }
 

@@ -71,12 +71,13 @@ fn plain(message: &str) -> String {
             text.extend(["\"", part, "\""]);
         }
     }
+    let text = text.replacen("type: unit value", "type: null", 1);
     for (rust, plain) in WORDS {
         if let Some(before) = text.strip_suffix(rust) {
             return format!("{before}{plain}");
         }
     }
-    text.replacen("type: unit value", "type: null", 1)
+    text
 }
 
 /// What serde calls by the names of Rust's types, always at the end of a message.

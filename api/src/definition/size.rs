@@ -96,6 +96,12 @@ impl<'de> Deserialize<'de> for ByteSize {
                 Ok(ByteSize(bytes))
             }
 
+            fn visit_i64<E: de::Error>(self, bytes: i64) -> Result<ByteSize, E> {
+                u64::try_from(bytes)
+                    .map(ByteSize)
+                    .map_err(|_| E::invalid_value(de::Unexpected::Signed(bytes), &self))
+            }
+
             fn visit_str<E: de::Error>(self, text: &str) -> Result<ByteSize, E> {
                 text.parse()
                     .map_err(|error| E::custom(format!("{text:?}: {error}")))

@@ -1,0 +1,367 @@
+//! Memory that a request reads into or writes from.
+//!
+//! A guest's buffers are scattered, change under our feet and must never be seen as Rust slices; so they are kept as raw
+//! pointers with an owner that keeps them mapped, and are only ever handed to the kernel or copied from. This module and
+//! `io/sys.rs` are the only places of the crate that know pointers.
+//!
+//! ```text
+//!  Buffers  [ iovec | iovec | iovec ]  + owner        what a caller submits
+//!  Span        from ├──── length ────┤                 a part of it that one extent of the image covers
+//! ```
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::borrow::Cow;
+use std::cell::UnsafeCell;
+use std::sync::Arc;
+
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
+
+/// A piece of memory of a request: an `iovec`.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub struct RawSlice(libc::iovec);
+
+impl RawSlice {
+    /// Describes `length` bytes at `pointer`. Nothing is accessed until the slice is part of [`Buffers`].
+    #[must_use]
+    pub fn new(pointer: *mut u8, length: usize) -> Self {
+        Self(libc::iovec {
+            iov_base: pointer.cast(),
+            iov_len: length,
+        })
+    }
+
+    pub(crate) fn pointer(&self) -> *mut u8 {
+        self.0.iov_base.cast()
+    }
+
+    pub(crate) fn length(&self) -> usize {
+        self.0.iov_len
+    }
+
+    /// The part that begins `skip` bytes in (at most its length) and has at most `length` bytes.
+    pub(crate) fn part(&self, skip: usize, length: usize) -> Self {
+        let skip = skip.min(self.length());
+        Self::new(
+            self.pointer().wrapping_add(skip),
+            length.min(self.length() - skip),
+        )
+    }
+}
+
+/// The memory of one request, kept alive until the request completes.
+pub struct Buffers {
+    slices: Vec<RawSlice>,
+    length: usize,
+    owner: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the pointers stay valid while `owner` lives, from whatever thread they are used, as `from_raw` demands.
+unsafe impl Send for Buffers {}
+
+impl std::fmt::Debug for Buffers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "Buffers({} bytes in {} pieces)",
+            self.length,
+            self.slices.len()
+        )
+    }
+}
+
+impl Buffers {
+    /// Takes memory of someone else, typically of a guest.
+    ///
+    /// # Safety
+    /// Every slice must be readable and writable from any thread for as long as `owner` (or a clone of it) lives, and must
+    /// not be borrowed as a Rust reference meanwhile. Others may change it at any time.
+    #[must_use]
+    pub unsafe fn from_raw(slices: Vec<RawSlice>, owner: Arc<dyn Any + Send + Sync>) -> Self {
+        let length = slices
+            .iter()
+            .fold(0usize, |sum, slice| sum.saturating_add(slice.length()));
+        Self {
+            slices,
+            length,
+            owner,
+        }
+    }
+
+    /// Takes a vector: the plain way to write from one. To read, make a [`SharedBuffer`] and look at it afterwards.
+    #[must_use]
+    pub fn from_vec(bytes: Vec<u8>) -> Self {
+        SharedBuffer::from_vec(bytes).buffers()
+    }
+
+    /// Bytes in total.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Whether there are no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// Another handle on the same memory.
+    #[must_use]
+    pub fn share(&self) -> Self {
+        Self {
+            slices: self.slices.clone(),
+            length: self.length,
+            owner: Arc::clone(&self.owner),
+        }
+    }
+
+    pub(crate) fn span(&self) -> Span<'_> {
+        Span {
+            slices: &self.slices,
+            from: 0,
+            length: self.length,
+        }
+    }
+}
+
+/// Memory of our own for a request, which can be looked at when the request is over.
+#[derive(Clone)]
+pub struct SharedBuffer(Arc<Cells>);
+
+struct Cells(UnsafeCell<Vec<u8>>);
+
+// SAFETY: the vector is only reached through raw pointers while a `Buffers` shares it, and by value once nobody does.
+unsafe impl Sync for Cells {}
+
+impl SharedBuffer {
+    /// `length` zero bytes.
+    #[must_use]
+    pub fn zeroed(length: usize) -> Self {
+        Self::from_vec(vec![0; length])
+    }
+
+    /// The bytes of a vector.
+    #[must_use]
+    pub fn from_vec(bytes: Vec<u8>) -> Self {
+        Self(Arc::new(Cells(UnsafeCell::new(bytes))))
+    }
+
+    /// The memory as a request takes it.
+    #[must_use]
+    pub fn buffers(&self) -> Buffers {
+        // SAFETY: no reference to the vector outlives this call, and it is neither moved nor resized while shared.
+        let vector = unsafe { &mut *self.0.0.get() };
+        let slice = RawSlice::new(vector.as_mut_ptr(), vector.len());
+        let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&self.0) as _;
+        // SAFETY: the owner holds the vector, which nobody touches until the last `Buffers` is gone (`take`).
+        unsafe { Buffers::from_raw(vec![slice], owner) }
+    }
+
+    /// The bytes, once no request uses them any more; `None` before.
+    #[must_use]
+    pub fn take(self) -> Option<Vec<u8>> {
+        Arc::try_unwrap(self.0)
+            .ok()
+            .map(|cells| cells.0.into_inner())
+    }
+}
+
+/// A byte range of a request's memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Span<'a> {
+    slices: &'a [RawSlice],
+    from: usize,
+    length: usize,
+}
+
+impl<'a> Span<'a> {
+    pub(crate) fn len(&self) -> usize {
+        self.length
+    }
+
+    /// The part of `length` bytes that begins `from` bytes in; clipped to what is there.
+    pub(crate) fn part(&self, from: usize, length: usize) -> Self {
+        let from = from.min(self.length);
+        Self {
+            slices: self.slices,
+            from: self.from + from,
+            length: length.min(self.length - from),
+        }
+    }
+
+    /// The slices for the kernel; borrowed where the span is all of them.
+    pub(crate) fn slices(&self) -> Cow<'a, [RawSlice]> {
+        let whole = self.slices.iter().map(RawSlice::length).sum::<usize>();
+        if self.from == 0 && self.length == whole {
+            return Cow::Borrowed(self.slices);
+        }
+        Cow::Owned(self.parts().collect())
+    }
+
+    /// The non-empty pieces of memory that make up the span.
+    fn parts(&self) -> impl Iterator<Item = RawSlice> + use<'a> {
+        let mut skip = self.from;
+        let mut left = self.length;
+        self.slices.iter().filter_map(move |slice| {
+            let part = slice.part(skip, left);
+            skip -= skip.min(slice.length());
+            left -= part.length();
+            (part.length() > 0).then_some(part)
+        })
+    }
+
+    /// Whether every piece begins at a multiple of `memory` and has a multiple of `length` bytes.
+    pub(crate) fn is_aligned(&self, memory: usize, length: usize) -> bool {
+        self.parts().all(|part| {
+            part.pointer().addr().is_multiple_of(memory) && part.length().is_multiple_of(length)
+        })
+    }
+
+    pub(crate) fn fill_zero(&self) {
+        for part in self.parts() {
+            // SAFETY: the span's memory is valid and writable while it is borrowed (`Buffers::from_raw`, `Pages::span`).
+            unsafe { std::ptr::write_bytes(part.pointer(), 0, part.length()) };
+        }
+    }
+
+    /// Copies `bytes` into the span; the shorter of both decides.
+    pub(crate) fn copy_from(&self, bytes: &[u8]) {
+        let mut rest = bytes;
+        for part in self.parts() {
+            let (now, later) = rest.split_at(part.length().min(rest.len()));
+            // SAFETY: as in `fill_zero`; `now` is no longer than the part and belongs to a Rust object, so they don't overlap.
+            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), part.pointer(), now.len()) };
+            rest = later;
+        }
+    }
+
+    /// Copies the span into `bytes`; the shorter of both decides.
+    pub(crate) fn copy_to(&self, bytes: &mut [u8]) {
+        let mut rest = bytes;
+        for part in self.parts() {
+            let (now, later) = rest.split_at_mut(part.length().min(rest.len()));
+            // SAFETY: as in `copy_from`.
+            unsafe { std::ptr::copy_nonoverlapping(part.pointer(), now.as_mut_ptr(), now.len()) };
+            rest = later;
+        }
+    }
+}
+
+/// Bytes in a page, the greatest memory alignment that direct I/O asks for.
+pub(crate) const PAGE: usize = 4096;
+
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C, align(4096))]
+struct Page([u8; PAGE]);
+
+/// Page-aligned memory of our own: cached tables, bounce and copy-on-write buffers.
+pub(crate) struct Pages {
+    pages: Vec<Page>,
+    length: usize,
+    slice: [RawSlice; 1],
+}
+
+// SAFETY: `slice` points into `pages`, which moves along.
+unsafe impl Send for Pages {}
+
+impl Pages {
+    /// `length` zero bytes.
+    pub(crate) fn zeroed(length: usize) -> Self {
+        let mut pages = vec![Page::new_zeroed(); length.div_ceil(PAGE)];
+        let slice = [RawSlice::new(pages.as_mut_ptr().cast(), length)];
+        Self {
+            pages,
+            length,
+            slice,
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.pages.as_bytes().get(..self.length).unwrap_or_default()
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        self.pages
+            .as_mut_bytes()
+            .get_mut(..self.length)
+            .unwrap_or_default()
+    }
+
+    /// The memory for a transfer in either direction. Exclusive, so that no Rust reference sees it change.
+    pub(crate) fn span(&mut self) -> Span<'_> {
+        self.slice = [RawSlice::new(self.pages.as_mut_ptr().cast(), self.length)];
+        Span {
+            slices: &self.slice,
+            from: 0,
+            length: self.length,
+        }
+    }
+}
+
+/// Spans one after another, as one transfer.
+#[derive(Default)]
+pub(crate) struct Gather(Vec<RawSlice>);
+
+impl Gather {
+    pub(crate) fn push(&mut self, span: Span<'_>) {
+        self.0.extend(span.parts());
+    }
+
+    /// The pieces as one span. The caller keeps what was pushed borrowed until the transfer is over.
+    pub(crate) fn span(&self) -> Span<'_> {
+        Span {
+            slices: &self.0,
+            from: 0,
+            length: self.0.iter().map(RawSlice::length).sum(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_span_cuts_across_pieces() {
+        let mut memory = Pages::zeroed(10);
+        memory.bytes_mut().copy_from_slice(b"0123456789");
+        let whole = memory.span();
+        let base = whole.slices()[0].pointer();
+        let slices = vec![
+            RawSlice::new(base, 3),
+            RawSlice::new(base.wrapping_add(3), 0),
+            RawSlice::new(base.wrapping_add(3), 7),
+        ];
+        let span = Span {
+            slices: &slices,
+            from: 0,
+            length: 10,
+        }
+        .part(2, 5);
+        let mut seen = [0; 5];
+        span.copy_to(&mut seen);
+        assert_eq!(&seen, b"23456");
+        assert_eq!(
+            span.slices()
+                .iter()
+                .map(RawSlice::length)
+                .collect::<Vec<_>>(),
+            [1, 4]
+        );
+        span.part(1, 2).copy_from(b"ab");
+        span.part(4, 9).fill_zero();
+        assert_eq!(memory.bytes(), b"012ab5\x00789");
+    }
+
+    #[test]
+    fn a_shared_buffer_is_given_back_only_when_no_request_uses_it() {
+        let shared = SharedBuffer::from_vec(vec![7; 4]);
+        let buffers = shared.buffers();
+        assert!(shared.clone().take().is_none());
+        buffers.span().copy_from(&[1, 2]);
+        drop(buffers);
+        assert_eq!(shared.take(), Some(vec![1, 2, 7, 7]));
+    }
+}

@@ -1,0 +1,389 @@
+//! A disk's images, one upon the other: opened as the definition says, read through.
+//!
+//! ```text
+//!   layer 0   overlay    written      ■ □ z ■ □        ■ data   z zero   □ look below
+//!   layer 1   …          read only    □ ■ ■ □ □
+//!   layer 2   base       read only    ■ ■ ■ ■|         past its end: zero
+//! ```
+//!
+//! Which files these are and what format they have is stated by the caller. A header may only name files where the caller allowed
+//! it, and then only plain paths beneath the folder of the top image ([`Backing::FromHeader`]).
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags, ResolveFlags};
+
+use crate::buffers::Span;
+use crate::error::{Error, ErrorKind, IoError};
+use crate::io::{BlockFile, open_error, open_flags};
+use crate::lock::{self, Access};
+use crate::qcow2::header::Header;
+use crate::qcow2::{Extent, Mapping, Qcow2};
+use crate::raw::Raw;
+use crate::{Backing, Cache, DiskSpec, Format, Layer};
+
+/// The most layers of a chain.
+pub const MAX_LAYERS: usize = 32;
+
+/// One image of a chain.
+pub(crate) enum Image {
+    Raw(Raw),
+    Qcow2(Box<Qcow2>),
+}
+
+impl Image {
+    pub(crate) fn size(&self) -> u64 {
+        match self {
+            Self::Raw(raw) => raw.size(),
+            Self::Qcow2(qcow2) => qcow2.size(),
+        }
+    }
+
+    pub(crate) fn file(&self) -> &BlockFile {
+        match self {
+            Self::Raw(raw) => raw.file(),
+            Self::Qcow2(qcow2) => qcow2.file(),
+        }
+    }
+
+    fn header(&self) -> Option<&Header> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => Some(qcow2.header()),
+        }
+    }
+
+    /// Where a range inside the image is.
+    async fn map(&self, offset: u64, length: u64) -> Result<Extent, IoError> {
+        match self {
+            Self::Raw(_) => Ok(Extent {
+                mapping: Mapping::Data {
+                    host: offset,
+                    copied: true,
+                },
+                length,
+            }),
+            Self::Qcow2(qcow2) => qcow2.map(offset, length).await,
+        }
+    }
+}
+
+/// The images of a disk, the top one first.
+pub(crate) struct Chain {
+    layers: Vec<Image>,
+}
+
+/// A part of a read that one layer is going to answer.
+struct Piece<'a> {
+    layer: usize,
+    offset: u64,
+    span: Span<'a>,
+}
+
+impl Chain {
+    /// Opens and locks every layer.
+    pub(crate) fn open(spec: &DiskSpec) -> Result<Self, Error> {
+        let mut opener = Opener::default();
+        let top = &spec.top;
+        let access = if spec.read_only {
+            Access::Read
+        } else {
+            Access::Write
+        };
+        let file = BlockFile::open(&top.path, top.cache, !spec.read_only)?;
+        opener.push(file, top.format, access)?;
+        match &spec.backing {
+            Backing::Explicit(layers) => opener.explicit(layers)?,
+            Backing::FromHeader { cache } => opener.from_headers(&top.path, *cache)?,
+        }
+        let mut layers = opener.layers;
+        let last = layers.len() - 1;
+        for (n, layer) in layers.iter_mut().enumerate() {
+            if let Image::Qcow2(qcow2) = layer {
+                qcow2.set_below(n < last);
+            }
+        }
+        Ok(Self { layers })
+    }
+
+    /// The image that is written.
+    pub(crate) fn top(&self) -> &Image {
+        self.layers
+            .first()
+            .unwrap_or_else(|| unreachable!("a chain has a top"))
+    }
+
+    pub(crate) fn top_mut(&mut self) -> &mut Image {
+        self.layers
+            .first_mut()
+            .unwrap_or_else(|| unreachable!("a chain has a top"))
+    }
+
+    /// Size of the layer under the top; 0 without one.
+    pub(crate) fn below_size(&self) -> u64 {
+        self.layers.get(1).map_or(0, Image::size)
+    }
+
+    /// Reads guest bytes; their clusters in the top image are held.
+    pub(crate) async fn read_held(&self, offset: u64, span: Span<'_>) -> Result<(), IoError> {
+        let mut piece = Piece {
+            layer: 0,
+            offset,
+            span,
+        };
+        // The common case is one extent in one layer, and never gets as far as allocating this.
+        let mut later = Vec::new();
+        loop {
+            let Some(image) = self.layers.get(piece.layer) else {
+                piece.span.fill_zero();
+                let Some(next) = later.pop() else {
+                    return Ok(());
+                };
+                piece = next;
+                continue;
+            };
+            let length = piece.span.len() as u64;
+            let inside = image.size().saturating_sub(piece.offset).min(length);
+            if inside < length && piece.layer > 0 {
+                // A shorter layer below reads as zero past its end.
+                piece
+                    .span
+                    .part(inside as usize, piece.span.len())
+                    .fill_zero();
+                piece.span = piece.span.part(0, inside as usize);
+            }
+            if piece.span.len() > 0 {
+                let extent = image.map(piece.offset, piece.span.len() as u64).await?;
+                let taken = extent.length as usize;
+                if taken < piece.span.len() {
+                    later.push(Piece {
+                        layer: piece.layer,
+                        offset: piece.offset + extent.length,
+                        span: piece.span.part(taken, piece.span.len()),
+                    });
+                    piece.span = piece.span.part(0, taken);
+                }
+                if extent.mapping == Mapping::Below {
+                    piece.layer += 1;
+                    continue;
+                }
+                self.read_extent(image, extent.mapping, &piece).await?;
+            }
+            let Some(next) = later.pop() else {
+                return Ok(());
+            };
+            piece = next;
+        }
+    }
+
+    async fn read_extent(
+        &self,
+        image: &Image,
+        mapping: Mapping,
+        piece: &Piece<'_>,
+    ) -> Result<(), IoError> {
+        match (mapping, image) {
+            (Mapping::Data { host, .. }, _) => {
+                let read = image.file().read(host, piece.span).await;
+                read.map_err(|e| IoError::host("read guest data", host, &e))?;
+            }
+            (Mapping::Compressed { host, bytes }, Image::Qcow2(qcow2)) => {
+                let cluster = qcow2.inflate(host, bytes).await?;
+                let skip = piece.offset as usize & (cluster.len() - 1);
+                piece
+                    .span
+                    .copy_from(cluster.get(skip..).unwrap_or_default());
+            }
+            _ => piece.span.fill_zero(),
+        }
+        Ok(())
+    }
+
+    /// Whether a range is known to read as zero from the tables alone.
+    pub(crate) async fn is_zero(&self, offset: u64, length: u64) -> Result<bool, IoError> {
+        let mut work = vec![(0, offset, length)];
+        while let Some((layer, offset, length)) = work.pop() {
+            let Some(image) = self.layers.get(layer) else {
+                continue;
+            };
+            let inside = match layer {
+                0 => length,
+                _ => image.size().saturating_sub(offset).min(length),
+            };
+            if inside == 0 {
+                continue;
+            }
+            let extent = image.map(offset, inside).await?;
+            if extent.length < inside {
+                work.push((layer, offset + extent.length, inside - extent.length));
+            }
+            match extent.mapping {
+                Mapping::Below => work.push((layer + 1, offset, extent.length)),
+                Mapping::Zero | Mapping::ZeroKept { .. } => {}
+                Mapping::Data { .. } | Mapping::Compressed { .. } => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Collects layers, top first.
+#[derive(Default)]
+struct Opener {
+    layers: Vec<Image>,
+    seen: Vec<(u64, u64)>,
+}
+
+impl Opener {
+    fn push(&mut self, file: BlockFile, format: Format, access: Access) -> Result<(), Error> {
+        let path = file.path().to_owned();
+        let refuse = |reason: String| Err(Error::new(&path, ErrorKind::Backing(reason)));
+        let stat = rustix::fs::fstat(file.fd()).map_err(|e| Error::io(&path, "examine it", e))?;
+        let identity = (stat.st_dev, stat.st_ino);
+        if self.seen.contains(&identity) {
+            return refuse("appears twice in its own chain of backing files".into());
+        }
+        if self.layers.len() == MAX_LAYERS {
+            return refuse(format!("the chain has more than {MAX_LAYERS} layers"));
+        }
+        self.seen.push(identity);
+        lock::acquire(&path, file.fd(), access)?;
+        self.layers.push(match format {
+            Format::Raw => Image::Raw(Raw::open(file)?),
+            Format::Qcow2 => Image::Qcow2(Box::new(Qcow2::open(file, access == Access::Write)?)),
+        });
+        Ok(())
+    }
+
+    fn last(&self) -> Option<&Image> {
+        self.layers.last()
+    }
+
+    fn explicit(&mut self, layers: &[Layer]) -> Result<(), Error> {
+        for layer in layers {
+            if let Some(above) = self.last() {
+                check_stated(above, layer)?;
+            }
+            let file = BlockFile::open(&layer.path, layer.cache, false)?;
+            self.push(file, layer.format, Access::Read)?;
+        }
+        let Some(bottom) = self.last() else {
+            return Ok(());
+        };
+        let Some(backing) = bottom.header().and_then(|header| header.backing.as_ref()) else {
+            return Ok(());
+        };
+        let name = String::from_utf8_lossy(&backing.name)
+            .escape_debug()
+            .to_string();
+        Err(Error::new(
+            bottom.file().path(),
+            ErrorKind::Backing(format!(
+                "its header names the backing file `{name}`, which nothing permits: list it under `backing`, or allow backing files named in headers"
+            )),
+        ))
+    }
+
+    fn from_headers(&mut self, top: &Path, cache: Cache) -> Result<(), Error> {
+        let parent = top.parent().filter(|p| !p.as_os_str().is_empty());
+        let root_path = parent.unwrap_or(Path::new("."));
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = rustix::fs::open(root_path, flags, Mode::empty())
+            .map_err(|e| Error::io(root_path, "open the image's folder", e))?;
+        // The folder of the present layer, relative to the root.
+        let mut folder = PathBuf::new();
+        loop {
+            let Some(above) = self.last() else {
+                return Ok(());
+            };
+            let Some(backing) = above.header().and_then(|header| header.backing.as_ref()) else {
+                return Ok(());
+            };
+            let path = above.file().path().to_owned();
+            let refuse = |reason: String| Error::new(&path, ErrorKind::Backing(reason));
+            let shown = String::from_utf8_lossy(&backing.name)
+                .escape_debug()
+                .to_string();
+            if backing.name.contains(&0) || is_protocol(&backing.name) {
+                return Err(refuse(format!(
+                    "its header's backing file `{shown}` is not a plain path"
+                )));
+            }
+            let format = match backing.format.as_deref() {
+                Some("raw") => Format::Raw,
+                Some("qcow2") => Format::Qcow2,
+                Some(other) => {
+                    let other = other.escape_debug();
+                    return Err(refuse(format!(
+                        "its header gives its backing file the format `{other}`, which is not supported"
+                    )));
+                }
+                None => {
+                    return Err(refuse(format!(
+                        "its header does not say which format its backing file `{shown}` has, and formats are never guessed: list it under `backing`"
+                    )));
+                }
+            };
+            let relative = folder.join(Path::new(OsStr::from_bytes(&backing.name)));
+            let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+            let fd = match rustix::fs::openat2(
+                &root,
+                &relative,
+                open_flags(cache, false),
+                Mode::empty(),
+                resolve,
+            ) {
+                Ok(fd) => fd,
+                Err(rustix::io::Errno::XDEV) => {
+                    return Err(refuse(format!(
+                        "its header's backing file `{shown}` lies outside of `{}`: list it under `backing`",
+                        root_path.display()
+                    )));
+                }
+                Err(errno) => {
+                    return Err(open_error(&root_path.join(&relative), cache, false, errno));
+                }
+            };
+            let file = BlockFile::from_fd(&root_path.join(&relative), fd, cache)?;
+            self.push(file, format, Access::Read)?;
+            folder = relative.parent().map(Path::to_owned).unwrap_or_default();
+        }
+    }
+}
+
+/// A statement about a backing file must not contradict the one thing that is written down about it.
+fn check_stated(above: &Image, layer: &Layer) -> Result<(), Error> {
+    let refuse = |reason: String| Err(Error::new(above.file().path(), ErrorKind::Backing(reason)));
+    let Some(header) = above.header() else {
+        return refuse("a raw image has no backing files".into());
+    };
+    let Some(format) = header
+        .backing
+        .as_ref()
+        .and_then(|backing| backing.format.as_deref())
+    else {
+        return Ok(());
+    };
+    let stated = match layer.format {
+        Format::Raw => "raw",
+        Format::Qcow2 => "qcow2",
+    };
+    if matches!(format, "raw" | "qcow2") && format != stated {
+        return refuse(format!(
+            "its header says that its backing file is {format}, but `{}` is stated to be {stated}",
+            layer.path.display()
+        ));
+    }
+    Ok(())
+}
+
+/// `proto:…` and `json:…`, as QEMU tells them from paths: a colon before the first slash.
+fn is_protocol(name: &[u8]) -> bool {
+    let path = Path::new(OsStr::from_bytes(name));
+    match path.components().next() {
+        Some(Component::Normal(first)) => first.as_bytes().contains(&b':'),
+        _ => false,
+    }
+}

@@ -1,0 +1,385 @@
+//! The files below an image: whole transfers at any alignment, over a back end that moves bytes.
+//!
+//! ```text
+//!  engine ──(offset, Span)──> BlockFile ──aligned?──> FileIo: Inline (system calls) | …
+//!                                 │ no                   ^
+//!                                 └──> bounce (whole blocks through memory of ours)
+//! ```
+//!
+//! A read past the end of the file gives zeros, as every reader of sparse images expects; the engines decide what lies
+//! too far beyond to be honest.
+
+mod bounce;
+mod inline;
+pub(crate) mod sys;
+
+use std::cell::Cell;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom};
+
+use self::inline::Inline;
+use crate::Cache;
+use crate::buffers::{PAGE, Pages, RawSlice, Span};
+use crate::error::{Error, ErrorKind};
+use crate::task::RangeLock;
+
+/// What moves bytes between a descriptor and memory. Transfers may be short, as the system calls are.
+pub(crate) trait FileIo {
+    /// `preadv`: bytes read, 0 at the end of the file.
+    async fn readv(&self, fd: BorrowedFd<'_>, at: u64, slices: &[RawSlice]) -> io::Result<usize>;
+    /// `pwritev`: bytes written.
+    async fn writev(&self, fd: BorrowedFd<'_>, at: u64, slices: &[RawSlice]) -> io::Result<usize>;
+    /// `fdatasync`.
+    async fn fdatasync(&self, fd: BorrowedFd<'_>) -> io::Result<()>;
+    /// `fallocate`.
+    async fn fallocate(
+        &self,
+        fd: BorrowedFd<'_>,
+        mode: FallocateFlags,
+        at: u64,
+        length: u64,
+    ) -> io::Result<()>;
+}
+
+/// What direct I/O demands, in bytes; powers of two.
+#[derive(Clone, Copy, Debug)]
+struct Alignment {
+    memory: usize,
+    offset: usize,
+}
+
+impl Alignment {
+    fn down(self, at: u64) -> u64 {
+        at & !(self.offset as u64 - 1)
+    }
+
+    fn up(self, at: u64) -> u64 {
+        self.down(at.saturating_add(self.offset as u64 - 1))
+    }
+}
+
+/// A file or block device under an image.
+pub(crate) struct BlockFile {
+    path: PathBuf,
+    fd: OwnedFd,
+    io: Inline,
+    /// `Some` for O_DIRECT.
+    direct: Option<Alignment>,
+    /// The last bytes of a direct file that must not grow and whose size is no multiple of the alignment: from where, and a
+    /// descriptor that goes through the page cache.
+    tail: Option<(u64, OwnedFd)>,
+    /// Blocks of a direct file that are being read, changed and written back.
+    blocks: RangeLock,
+    /// Where the file ends now.
+    end: Cell<u64>,
+    /// Number of changes made, and how many of them are known to be durable.
+    changes: Cell<u64>,
+    durable: Cell<u64>,
+    /// Whether the host's file system can punch holes; assumed until it says no.
+    punches: Cell<bool>,
+    zeroes_range: Cell<bool>,
+    is_device: bool,
+}
+
+/// The longest run of zeros written at once where the host cannot zero a range by itself.
+const ZERO_CHUNK: usize = 256 * 1024;
+
+impl BlockFile {
+    /// Opens an existing regular file or block device.
+    pub(crate) fn open(path: &Path, cache: Cache, writable: bool) -> Result<Self, Error> {
+        let fd = rustix::fs::open(path, open_flags(cache, writable), Mode::empty())
+            .map_err(|errno| open_error(path, cache, writable, errno))?;
+        Self::from_fd(path, fd, cache)
+    }
+
+    /// Takes a descriptor opened with [`open_flags`].
+    pub(crate) fn from_fd(path: &Path, fd: OwnedFd, cache: Cache) -> Result<Self, Error> {
+        let stat = rustix::fs::fstat(&fd).map_err(|e| Error::io(path, "examine it", e))?;
+        let is_device = match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile => false,
+            FileType::BlockDevice => true,
+            _ => return Err(Error::new(path, ErrorKind::NotAFile)),
+        };
+        // O_NONBLOCK was there only so that opening a FIFO does not hang.
+        rustix::fs::fcntl_getfl(&fd)
+            .and_then(|flags| rustix::fs::fcntl_setfl(&fd, flags - OFlags::NONBLOCK))
+            .map_err(|e| Error::io(path, "set its flags", e))?;
+        let end = rustix::fs::seek(&fd, SeekFrom::End(0))
+            .map_err(|e| Error::io(path, "find its size", e))?;
+        let direct = match cache {
+            Cache::Buffered => None,
+            Cache::Direct => Some(direct_alignment(path, fd.as_fd())?),
+        };
+        Ok(Self {
+            path: path.to_owned(),
+            fd,
+            io: Inline,
+            direct,
+            tail: None,
+            blocks: RangeLock::default(),
+            end: Cell::new(end),
+            changes: Cell::new(0),
+            durable: Cell::new(0),
+            punches: Cell::new(true),
+            zeroes_range: Cell::new(true),
+            is_device,
+        })
+    }
+
+    /// Promises that the file never grows, as the size of a raw image is that of its file.
+    pub(crate) fn fix_size(&mut self) -> Result<(), Error> {
+        let (Some(alignment), end) = (self.direct, self.end.get()) else {
+            return Ok(());
+        };
+        if alignment.down(end) == end {
+            return Ok(());
+        }
+        let same_file = format!(
+            "/proc/self/fd/{}",
+            std::os::fd::AsRawFd::as_raw_fd(&self.fd)
+        );
+        let mode = rustix::fs::fcntl_getfl(&self.fd)
+            .map_err(|e| Error::io(&self.path, "read its flags", e))?
+            & OFlags::RWMODE;
+        let fd = rustix::fs::open(same_file, mode | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|e| Error::io(&self.path, "open its last block through the page cache", e))?;
+        self.tail = Some((alignment.down(end), fd));
+        Ok(())
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Where the file ends, in bytes.
+    pub(crate) fn end(&self) -> u64 {
+        self.end.get()
+    }
+
+    pub(crate) fn is_device(&self) -> bool {
+        self.is_device
+    }
+
+    /// Reads `span.len()` bytes; what lies past the end of the file is zero.
+    pub(crate) async fn read(&self, at: u64, span: Span<'_>) -> io::Result<()> {
+        match self.direct {
+            Some(alignment) if !is_aligned(alignment, at, span) => {
+                self.read_bounced(alignment, at, span).await
+            }
+            _ => self.read_whole(at, span).await,
+        }
+    }
+
+    async fn read_whole(&self, at: u64, span: Span<'_>) -> io::Result<()> {
+        let mut done = 0;
+        while done < span.len() {
+            let rest = span.part(done, span.len());
+            let read = self
+                .io
+                .readv(self.fd(), add(at, done)?, &rest.slices())
+                .await?;
+            done += read;
+            // A direct read that stops between blocks has met the end, and could not go on from there anyway.
+            if read == 0 || self.direct.is_some_and(|a| !read.is_multiple_of(a.offset)) {
+                span.part(done, span.len()).fill_zero();
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the whole span.
+    pub(crate) async fn write(&self, at: u64, span: Span<'_>) -> io::Result<()> {
+        self.changed();
+        if let Some((from, fd)) = &self.tail {
+            let end = add(at, span.len())?;
+            if end > *from {
+                // The last block goes through the page cache, which does not round its end up.
+                let before = usize::try_from(from.saturating_sub(at)).unwrap_or(usize::MAX);
+                let before = before.min(span.len());
+                if before > 0 {
+                    self.write_blocks(at, span.part(0, before)).await?;
+                }
+                let rest = span.part(before, span.len());
+                return self.write_whole(fd.as_fd(), add(at, before)?, rest).await;
+            }
+        }
+        self.write_blocks(at, span).await
+    }
+
+    async fn write_blocks(&self, at: u64, span: Span<'_>) -> io::Result<()> {
+        match self.direct {
+            Some(alignment) => self.write_direct(alignment, at, span).await,
+            None => self.write_whole(self.fd(), at, span).await,
+        }
+    }
+
+    async fn write_whole(&self, fd: BorrowedFd<'_>, at: u64, span: Span<'_>) -> io::Result<()> {
+        let end = add(at, span.len())?;
+        let mut done = 0;
+        let mut result = Ok(());
+        while done < span.len() {
+            let rest = span.part(done, span.len());
+            match self.io.writev(fd, add(at, done)?, &rest.slices()).await {
+                Ok(0) => result = Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => done += written,
+                Err(error) => result = Err(error),
+            }
+            if result.is_err() {
+                break;
+            }
+        }
+        // After a failure nobody knows how far the file grew: nothing below `end` may be taken for fresh.
+        self.end.set(self.end.get().max(end));
+        self.changed();
+        result
+    }
+
+    fn changed(&self) {
+        self.changes.set(self.changes.get().wrapping_add(1));
+    }
+
+    /// Makes all that was written durable. Does nothing where nothing was written since the last time.
+    pub(crate) async fn sync(&self) -> io::Result<()> {
+        let seen = self.changes.get();
+        if self.durable.get() == seen {
+            return Ok(());
+        }
+        self.io.fdatasync(self.fd()).await?;
+        self.durable.set(seen);
+        Ok(())
+    }
+
+    /// Gives space back; true if the range reads as zero from now on, false where the host cannot do that.
+    pub(crate) async fn punch(&self, at: u64, length: u64) -> io::Result<bool> {
+        if length == 0 || !self.punches.get() {
+            return Ok(length == 0);
+        }
+        self.changed();
+        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match self.io.fallocate(self.fd(), mode, at, length).await {
+            Ok(()) => Ok(true),
+            Err(error) if is_unsupported(&error) => {
+                self.punches.set(false);
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes a range of the file read as zero; with `unmap` it may become a hole.
+    pub(crate) async fn zero(&self, at: u64, length: u64, unmap: bool) -> io::Result<()> {
+        if unmap && self.punch(at, length).await? {
+            return Ok(());
+        }
+        if self.zeroes_range.get() {
+            self.changed();
+            let mode = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
+            match self.io.fallocate(self.fd(), mode, at, length).await {
+                Ok(()) => return Ok(()),
+                Err(error) if is_unsupported(&error) => self.zeroes_range.set(false),
+                Err(error) => return Err(error),
+            }
+        }
+        let end = at.checked_add(length).ok_or_else(too_far)?;
+        let mut zeros = Pages::zeroed(
+            usize::try_from(length)
+                .unwrap_or(ZERO_CHUNK)
+                .min(ZERO_CHUNK),
+        );
+        let span = zeros.span();
+        let mut at = at;
+        while at < end {
+            let now = usize::try_from(end - at)
+                .unwrap_or(ZERO_CHUNK)
+                .min(ZERO_CHUNK);
+            self.write(at, span.part(0, now)).await?;
+            at += now as u64;
+        }
+        Ok(())
+    }
+
+    /// Changes where the file ends.
+    pub(crate) fn set_end(&self, end: u64) -> io::Result<()> {
+        rustix::fs::ftruncate(&self.fd, end)?;
+        self.end.set(end);
+        self.changed();
+        Ok(())
+    }
+}
+
+/// How an image is opened: never through a terminal, never waiting for a FIFO's other end, never inherited.
+pub(crate) fn open_flags(cache: Cache, writable: bool) -> OFlags {
+    let access = if writable {
+        OFlags::RDWR
+    } else {
+        OFlags::RDONLY
+    };
+    let direct = match cache {
+        Cache::Direct => OFlags::DIRECT,
+        Cache::Buffered => OFlags::empty(),
+    };
+    access | direct | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY
+}
+
+/// What a failed open means to whoever named the file.
+pub(crate) fn open_error(
+    path: &Path,
+    cache: Cache,
+    writable: bool,
+    errno: rustix::io::Errno,
+) -> Error {
+    if errno == rustix::io::Errno::INVAL && cache == Cache::Direct {
+        return Error::new(path, ErrorKind::NoDirectIo);
+    }
+    if errno == rustix::io::Errno::ISDIR {
+        return Error::new(path, ErrorKind::NotAFile);
+    }
+    let doing = if writable {
+        "open it for writing"
+    } else {
+        "open it for reading"
+    };
+    Error::io(path, doing, errno)
+}
+
+fn direct_alignment(path: &Path, fd: BorrowedFd<'_>) -> Result<Alignment, Error> {
+    let told =
+        sys::direct_alignment(fd).map_err(|e| Error::io(path, "ask for its alignment", e))?;
+    let (memory, offset) = match told {
+        None => (PAGE, PAGE),
+        Some((0, _) | (_, 0)) => return Err(Error::new(path, ErrorKind::NoDirectIo)),
+        Some((memory, offset)) => (memory as usize, offset as usize),
+    };
+    if !memory.is_power_of_two() || !offset.is_power_of_two() || memory > PAGE || offset > 64 * 1024
+    {
+        return Err(Error::new(path, ErrorKind::NoDirectIo));
+    }
+    Ok(Alignment { memory, offset })
+}
+
+fn is_aligned(alignment: Alignment, at: u64, span: Span<'_>) -> bool {
+    alignment.down(at) == at && span.is_aligned(alignment.memory, alignment.offset)
+}
+
+fn is_unsupported(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV)
+    )
+}
+
+fn too_far() -> io::Error {
+    io::Error::from_raw_os_error(libc::EFBIG)
+}
+
+fn add(at: u64, length: usize) -> io::Result<u64> {
+    at.checked_add(length as u64).ok_or_else(too_far)
+}

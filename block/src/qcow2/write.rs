@@ -1,0 +1,324 @@
+//! A guest's writes.
+//!
+//! ```text
+//!  mapped, COPIED           ─> one pwritev in place, nothing else
+//!  anything else            ─> take host clusters ─> head + data + tail in one pwritev ─> L2 entry (in memory)
+//!
+//!      cluster      |  head  |   data …            … data   |  tail  |
+//!                     as read before the write, through the chain; left out where the new cluster reads as zero anyway
+//! ```
+//!
+//! The L2 entry becomes durable only by a flush, which first makes data and refcount durable ([`super::flush`]).
+
+use super::alloc::Run;
+use super::map::{Extent, Mapping};
+use super::spec::{self, COPIED, OFFSET_MASK};
+use super::table::Role;
+use super::{Entries, Qcow2};
+use crate::buffers::{Gather, Pages, Span};
+use crate::chain::Chain;
+use crate::error::IoError;
+use crate::task::Kind;
+
+impl Qcow2 {
+    /// Writes guest bytes; `chain` is the chain whose top this image is.
+    pub(crate) async fn write(
+        &self,
+        chain: &Chain,
+        offset: u64,
+        data: Span<'_>,
+    ) -> Result<(), IoError> {
+        self.begin().await?;
+        let length = data.len() as u64;
+        let mut done = 0;
+        {
+            let _hold = self.hold(offset, length, Kind::Shared).await;
+            while done < length {
+                let extent = self.map(offset + done, length - done).await?;
+                let Mapping::Data { host, copied: true } = extent.mapping else {
+                    break;
+                };
+                self.overwrite(host, data.part(done as usize, extent.length as usize))
+                    .await?;
+                done += extent.length;
+            }
+        }
+        if done == length {
+            return Ok(());
+        }
+        let _hold = self
+            .hold(offset + done, length - done, Kind::Exclusive)
+            .await;
+        self.write_held(chain, offset + done, data.part(done as usize, data.len()))
+            .await
+    }
+
+    /// Writes guest bytes whose clusters are held exclusively.
+    pub(super) async fn write_held(
+        &self,
+        chain: &Chain,
+        offset: u64,
+        data: Span<'_>,
+    ) -> Result<(), IoError> {
+        let length = data.len() as u64;
+        let mut done = 0;
+        while done < length {
+            let at = offset + done;
+            let extent = self.map(at, length - done).await?;
+            let rest = data.part(done as usize, extent.length as usize);
+            done += match extent.mapping {
+                Mapping::Data { host, copied: true } => {
+                    self.overwrite(host, rest).await?;
+                    extent.length
+                }
+                Mapping::ZeroKept { host, copied: true } => {
+                    self.write_kept(chain, at, extent, host, rest).await?;
+                    extent.length
+                }
+                _ => self.write_new(chain, at, rest).await?,
+            };
+        }
+        Ok(())
+    }
+
+    /// Whether guest data may go to a place in the file.
+    pub(crate) fn is_clear(&self, host: u64, length: u64) -> bool {
+        self.overlap
+            .borrow()
+            .hit(self.geometry(), host, length)
+            .is_none()
+    }
+
+    async fn overwrite(&self, host: u64, data: Span<'_>) -> Result<(), IoError> {
+        if !self.is_clear(host, data.len() as u64) {
+            return Err(self
+                .corrupt(host, "guest data would overwrite metadata")
+                .await);
+        }
+        self.put(host, data).await
+    }
+
+    async fn put(&self, host: u64, data: Span<'_>) -> Result<(), IoError> {
+        self.file
+            .write(host, data)
+            .await
+            .map_err(|e| IoError::host("write guest data", host, &e))
+    }
+
+    /// Writes to clusters that were kept while reading as zero.
+    async fn write_kept(
+        &self,
+        chain: &Chain,
+        at: u64,
+        extent: Extent,
+        host: u64,
+        data: Span<'_>,
+    ) -> Result<(), IoError> {
+        let geometry = self.geometry();
+        let first = geometry.down(host);
+        let bytes = (geometry.in_cluster(at) + extent.length).div_ceil(geometry.cluster_size());
+        let run = Run {
+            host: first,
+            clusters: bytes,
+            zeroed: false,
+        };
+        if !self.is_clear(first, bytes << geometry.cluster_bits) {
+            return Err(self
+                .corrupt(first, "guest data would overwrite metadata")
+                .await);
+        }
+        self.fill(chain, at, data, run).await?;
+        let _meta = self.meta().await;
+        // The same clusters go on to be used: nothing is freed.
+        self.link(at, run).await?;
+        self.relieve().await
+    }
+
+    /// Writes to new clusters, as many as there are in a row; the number of guest bytes written.
+    async fn write_new(&self, chain: &Chain, at: u64, data: Span<'_>) -> Result<u64, IoError> {
+        let geometry = self.geometry();
+        let skip = geometry.in_cluster(at);
+        let want = (skip + data.len() as u64).div_ceil(geometry.cluster_size());
+        let run = {
+            let _meta = self.meta().await;
+            // First the table, so that nothing but the host can fail once the data is written.
+            self.own_l2_table(at).await?;
+            self.allocate(want).await?
+        };
+        let length = ((run.clusters << geometry.cluster_bits) - skip).min(data.len() as u64);
+        if let Err(error) = self
+            .fill(chain, at, data.part(0, length as usize), run)
+            .await
+        {
+            let _meta = self.meta().await;
+            self.abandon(run).await;
+            return Err(error);
+        }
+        let _meta = self.meta().await;
+        match self.link(at, run).await {
+            Ok(replaced) => replaced
+                .into_iter()
+                .for_each(|raw| self.free_entry_later(raw)),
+            Err(error) => {
+                self.abandon(run).await;
+                return Err(error);
+            }
+        }
+        self.relieve().await?;
+        Ok(length)
+    }
+
+    /// Writes data with its head and tail to host clusters that nothing refers to yet.
+    async fn fill(&self, chain: &Chain, at: u64, data: Span<'_>, run: Run) -> Result<(), IoError> {
+        let geometry = self.geometry();
+        let start = geometry.down(at);
+        let data_end = at + data.len() as u64;
+        let end = start + (run.clusters << geometry.cluster_bits);
+        let mut head = self.surroundings(chain, start, at, run.zeroed).await?;
+        let mut tail = self.surroundings(chain, data_end, end, run.zeroed).await?;
+        let mut all = Gather::default();
+        let mut host = run.host + (at - start);
+        if let Some(head) = &mut head {
+            host = run.host;
+            all.push(head.span());
+        }
+        all.push(data);
+        if let Some(tail) = &mut tail {
+            all.push(tail.span());
+        }
+        self.put(host, all.span()).await
+    }
+
+    /// What the guest reads in a range now; `None` where nothing needs to be written for it. Past the disk's end it is zero,
+    /// so that growing the disk reveals nothing.
+    async fn surroundings(
+        &self,
+        chain: &Chain,
+        from: u64,
+        to: u64,
+        zeroed: bool,
+    ) -> Result<Option<Pages>, IoError> {
+        let inside = to.min(self.size()).saturating_sub(from);
+        if from >= to || (zeroed && chain.is_zero(from, inside).await?) {
+            return Ok(None);
+        }
+        let mut pages = Pages::zeroed((to - from) as usize);
+        if inside > 0 {
+            chain
+                .read_held(from, pages.span().part(0, inside as usize))
+                .await?;
+        }
+        Ok(Some(pages))
+    }
+
+    /// Points the L2 entries of a run of guest clusters at host clusters; the entries replaced. The tables are held.
+    async fn link(&self, at: u64, run: Run) -> Result<Vec<u64>, IoError> {
+        let size = self.geometry().cluster_size();
+        self.change_entries(at, run.clusters, |n, _| {
+            Some((run.host + n * size) | COPIED)
+        })
+        .await
+    }
+
+    /// Changes the L2 entries of `count` guest clusters from the one at `at` on, all in one table: `new` gets each one's number
+    /// and value and gives what to put there instead. Returns the entries that were replaced. The tables are held.
+    pub(super) async fn change_entries(
+        &self,
+        at: u64,
+        count: u64,
+        new: impl Fn(u64, u64) -> Option<u64>,
+    ) -> Result<Vec<u64>, IoError> {
+        let geometry = self.geometry();
+        let table = self.own_l2_table(at).await?;
+        let index = geometry.cluster(at % geometry.l1_span());
+        let per_piece = self.tables.piece_size() / 8;
+        let mut replaced = Vec::new();
+        let mut n = 0;
+        while n < count {
+            let (piece, position) = self.tables.locate(table + (index + n) * 8);
+            let now = (count - n).min(per_piece - position as u64 / 8);
+            let change = |bytes: &mut [u8]| {
+                let entries = bytes
+                    .get_mut(position..)
+                    .unwrap_or_default()
+                    .chunks_exact_mut(8);
+                for (bytes, n) in entries.zip(n..n + now) {
+                    let old = super::be_entries(bytes).next().unwrap_or(0);
+                    if let Some(value) = new(n, old) {
+                        bytes.copy_from_slice(&value.to_be_bytes());
+                        replaced.push(old);
+                    }
+                }
+            };
+            // A piece in which nothing changes is not made dirty.
+            let changes = self.tables.get(piece, |bytes| {
+                let entries = super::be_entries(bytes.get(position..).unwrap_or_default());
+                entries
+                    .zip(n..n + now)
+                    .any(|(old, n)| new(n, old).is_some())
+            });
+            match changes {
+                None => self.load_piece(piece).await?,
+                Some(false) => n += now,
+                Some(true) => {
+                    if self.tables.update(piece, Role::L2, change).is_some() {
+                        n += now;
+                    }
+                }
+            }
+        }
+        Ok(replaced)
+    }
+
+    /// The L2 table for a guest offset, made or copied first if it does not exist or is a snapshot's too. The tables are held.
+    pub(super) async fn own_l2_table(&self, at: u64) -> Result<u64, IoError> {
+        let geometry = self.geometry();
+        let index = (at / geometry.l1_span()) as usize;
+        let old = self.l2_table(at)?;
+        let entry = self.l1.borrow().entries.get(index).copied().unwrap_or(0);
+        if let Some(table) = old
+            && entry & COPIED != 0
+        {
+            return Ok(table);
+        }
+        let cluster = geometry.cluster_size();
+        let run = self.allocate(1).await?;
+        let mut contents = Pages::zeroed(cluster as usize);
+        let written = async {
+            if let Some(old) = old {
+                // Nothing of a shared table is ever dirty: it is copied before it is changed.
+                let read = self.file.read(old, contents.span()).await;
+                read.map_err(|e| IoError::host("read an L2 table", old, &e))?;
+            }
+            let write = self.file.write(run.host, contents.span()).await;
+            write.map_err(|e| IoError::host("write a new L2 table", run.host, &e))
+        };
+        if let Err(error) = written.await {
+            self.abandon(run).await;
+            return Err(error);
+        }
+        self.tables.purge(run.host..run.host + cluster);
+        {
+            let mut overlap = self.overlap.borrow_mut();
+            if let Some(old) = old {
+                overlap.release(geometry, old, cluster);
+            }
+            // The allocator has looked already.
+            let _ = overlap.claim(geometry, run.host, cluster, "an L2 table");
+        }
+        if let Some(old) = old {
+            self.free_later(geometry.cluster(old), 1);
+        }
+        set_l1(&mut self.l1.borrow_mut(), index, run.host | COPIED);
+        self.l1_dirty.borrow_mut().insert(index);
+        Ok(run.host)
+    }
+}
+
+fn set_l1(l1: &mut Entries, index: usize, value: u64) {
+    debug_assert_eq!(value & !(OFFSET_MASK | COPIED), 0);
+    debug_assert!(spec::HOST_LIMIT > value & OFFSET_MASK);
+    if let Some(entry) = l1.entries.get_mut(index) {
+        *entry = value;
+    }
+}

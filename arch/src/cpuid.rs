@@ -3,16 +3,18 @@
 //! | leaf | what is changed |
 //! |---|---|
 //! | 0 | at least 0xB (0x1F where there are dies), so that topology can be read |
-//! | 1 | initial APIC id, threads of the package, hypervisor, TSC-deadline and x2APIC bits |
+//! | 1 | initial APIC id, threads of the package, hypervisor, TSC-deadline and x2APIC bits; no VMX |
 //! | 4 | Intel: who shares each cache; cores of the package |
 //! | 6 | the APIC timer keeps running in deep sleep (ARAT), which spares Linux the PIT |
 //! | 0xB, 0x1F | extended topology |
 //! | 0x4000_0000 .. 0x4000_0010 | KVM's signature, paravirtual features, TSC and APIC bus frequency |
+//! | 0x8000_0001, 0x8000_000A | no SVM |
 //! | 0x8000_0008 | AMD: threads of the package |
 //! | 0x8000_001D, 0x8000_001E | AMD: who shares each cache; core and node id |
 //!
 //! Ids come from [`Topology::apic_id`], as those of the MADT do. Frequencies and the deadline timer matter for boot time: with
-//! kvm-clock, a known TSC frequency and TSC-deadline, Linux calibrates nothing against the PIT.
+//! kvm-clock, a known TSC frequency and TSC-deadline, Linux calibrates nothing against the PIT. Nested virtualisation is not offered,
+//! because its state is not among what is saved of a vCPU.
 
 mod caches;
 mod spec;
@@ -150,7 +152,7 @@ impl CpuidPolicy {
         };
         let package = self.topology.threads_per_socket();
         let (vendor, socket_bits) = (self.vendor, self.topology.socket_bits());
-        // Host topology that no longer applies.
+        // Host topology that no longer applies, and features of what is not offered.
         self.base.retain(|entry| {
             !matches!(
                 entry.function,
@@ -165,7 +167,7 @@ impl CpuidPolicy {
                     entry.ebx = entry.ebx & 0x0000_FFFF | (1_u32 << socket_bits).min(255) << 16;
                     entry.ecx |= spec::X2APIC | spec::TSC_DEADLINE | spec::HYPERVISOR;
                     // KVM reflects CR4.OSXSAVE here by itself.
-                    entry.ecx &= !spec::OSXSAVE;
+                    entry.ecx &= !(spec::OSXSAVE | spec::VMX);
                     entry.edx = set(entry.edx, spec::HTT, package > 1);
                 }
                 spec::POWER => entry.eax |= spec::ARAT,
@@ -182,6 +184,13 @@ impl CpuidPolicy {
                 }
                 _ => {}
             }
+        }
+        for entry in self
+            .base
+            .iter_mut()
+            .filter(|entry| entry.function == spec::EXTENDED_FEATURES)
+        {
+            entry.ecx &= !spec::SVM;
         }
         self.ensure(spec::POWER, |entry| entry.eax |= spec::ARAT);
         if self.vendor == Vendor::Amd {

@@ -4,6 +4,8 @@
 pub(super) const VENDOR: u32 = 0;
 /// Version and features.
 pub(super) const FEATURES: u32 = 1;
+/// Leaf 1 ECX: Intel's virtual machine extensions.
+pub(super) const VMX: u32 = 1 << 5;
 /// Leaf 1 ECX: x2APIC.
 pub(super) const X2APIC: u32 = 1 << 21;
 /// Leaf 1 ECX: the APIC timer has a TSC-deadline mode.
@@ -52,6 +54,8 @@ pub(super) const EXTENDED_FEATURES: u32 = 0x8000_0001;
 pub(super) const LONG_MODE: u32 = 1 << 29;
 /// AMD, leaf 0x8000_0001 ECX: cores, not hyper-threads, are counted by leaf 1.
 pub(super) const CMP_LEGACY: u32 = 1 << 1;
+/// AMD, leaf 0x8000_0001 ECX: secure virtual machine.
+pub(super) const SVM: u32 = 1 << 2;
 /// AMD, leaf 0x8000_0001 ECX: leaves 0x8000_001D and 0x8000_001E exist.
 pub(super) const TOPOEXT: u32 = 1 << 22;
 /// AMD: L1 caches.
@@ -60,6 +64,8 @@ pub(super) const AMD_L1: u32 = 0x8000_0005;
 pub(super) const AMD_L2_L3: u32 = 0x8000_0006;
 /// Address sizes; AMD: threads of the package.
 pub(super) const ADDRESS_SIZES: u32 = 0x8000_0008;
+/// AMD: features of secure virtual machine.
+pub(super) const SVM_FEATURES: u32 = 0x8000_000A;
 /// AMD: cache topology.
 pub(super) const AMD_CACHES: u32 = 0x8000_001D;
 /// AMD: extended APIC id, core and node.

@@ -19,7 +19,11 @@ fn supported(vendor: &[u8; 12], phys_bits: u32) -> Vec<kvm_cpuid_entry2> {
     };
     vec![
         leaf(0, 0, [0x0D, word(0), word(8), word(4)]),
-        leaf(1, 0, [0x0080_0F12, 0x3F40_0800, 1 << 27, 0x1783_FBFF]),
+        leaf(
+            1,
+            0,
+            [0x0080_0F12, 0x3F40_0800, 1 << 27 | 1 << 5, 0x1783_FBFF],
+        ),
         leaf(4, 0, [0xFC00_4121, 0x01C0_003F, 0x3F, 0]),
         leaf(4, 3, [0xFC0F_C163, 0x03C0_003F, 0x3FFF, 4]),
         leaf(4, 4, [0; 4]),
@@ -31,10 +35,11 @@ fn supported(vendor: &[u8; 12], phys_bits: u32) -> Vec<kvm_cpuid_entry2> {
         ),
         leaf(0x4000_0001, 0, [0x0100_7EFB, 0, 0, 0]),
         leaf(0x8000_0000, 0, [0x8000_0021, 0, 0, 0]),
-        leaf(0x8000_0001, 0, [0, 0, 0, 1 << 29]),
+        leaf(0x8000_0001, 0, [0, 0, 1 << 2, 1 << 29]),
         leaf(0x8000_0005, 0, [0, 0, 0x2008_0140, 0x4004_0140]),
         leaf(0x8000_0006, 0, [0, 0, 0x0200_6140, 0x0040_9140]),
         leaf(0x8000_0008, 0, [0x3000 | phys_bits, 0, 0x703F, 0]),
+        leaf(0x8000_000A, 0, [1, 0x8000, 0, 0xFF]),
         leaf(0x8000_001D, 0, [0; 4]),
         leaf(0x8000_001E, 0, [99, 99, 99, 0]),
     ]
@@ -143,6 +148,16 @@ fn linux_is_spared_every_clock_calibration() {
     assert_eq!(leaf(&entries, 0x4000_0001, 0).eax, 0x0100_7EFB);
     let timing = leaf(&entries, 0x4000_0010, 0);
     assert_eq!((timing.eax, timing.ebx), (2_400_000, 1_000_000));
+}
+
+#[test]
+fn nested_virtualisation_is_not_offered() {
+    for vendor in [INTEL, AMD] {
+        let entries = policy(vendor, Topology::flat(1).unwrap()).for_vcpu(0);
+        assert_eq!(leaf(&entries, 1, 0).ecx & 1 << 5, 0, "VMX");
+        assert_eq!(leaf(&entries, 0x8000_0001, 0).ecx & 1 << 2, 0, "SVM");
+        assert!(entries.iter().all(|entry| entry.function != 0x8000_000A));
+    }
 }
 
 #[test]

@@ -9,12 +9,14 @@
 //! The transport owns feature negotiation, queue addresses and vectors; a device owns its configuration space and serves queues.
 //! Reset and re-activation, and drivers that enable n of N queues, are ordinary paths: nothing is sized by what could be enabled.
 
-// pub mod block;
+pub mod block;
 pub mod memory;
 pub mod net;
 pub mod pci;
 pub mod queue;
 pub mod rng;
+#[cfg(test)]
+mod testing;
 pub mod worker;
 
 use std::sync::Arc;

@@ -25,7 +25,7 @@ pub struct BlockMetrics {
     pub refused: AtomicU64,
 }
 
-/// Adds to a counter; returns what it was. Counters order nothing.
-pub(super) fn count(counter: &AtomicU64, more: u64) -> u64 {
-    counter.fetch_add(more, Ordering::Relaxed)
+/// Adds to a counter. Counters order nothing.
+pub(super) fn count(counter: &AtomicU64, more: u64) {
+    counter.fetch_add(more, Ordering::Relaxed);
 }

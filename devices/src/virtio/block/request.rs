@@ -125,7 +125,12 @@ impl Parser {
     /// A parser for a disk.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
-        Self { limits, readable: Vec::new(), writable: Vec::new(), segments: Vec::new() }
+        Self {
+            limits,
+            readable: Vec::new(),
+            writable: Vec::new(),
+            segments: Vec::new(),
+        }
     }
 
     /// Where the data of the request parsed last lie.
@@ -174,7 +179,13 @@ impl Parser {
             _ => (Err(status::UNSUPP), 0),
         };
         let data_bytes = u32::try_from(data).map_err(|_| refuse(status::IOERR))?;
-        operation.map(|operation| Request { operation, data_bytes, status }).map_err(refuse)
+        operation
+            .map(|operation| Request {
+                operation,
+                data_bytes,
+                status,
+            })
+            .map_err(refuse)
     }
 
     /// Walks the chain to its end and sorts its bytes; whatever is wrong with them is only noted, so that the status byte is found.
@@ -190,7 +201,10 @@ impl Parser {
         walk(chain, |descriptor| {
             let (mut address, mut length) = (descriptor.addr(), descriptor.len());
             let slices = if descriptor.is_write_only() {
-                found.status = address.0.checked_add(u64::from(length) - 1).map(GuestAddress);
+                found.status = address
+                    .0
+                    .checked_add(u64::from(length) - 1)
+                    .map(GuestAddress);
                 found.writable_bytes = found.writable_bytes.saturating_add(length.into());
                 &mut self.writable
             } else {
@@ -239,7 +253,11 @@ impl Parser {
             .filter(|_| !(write && self.limits.read_only))
             .ok_or(status::IOERR)?;
         let offset = range.offset;
-        Ok(if write { Operation::Write { offset } } else { Operation::Read { offset } })
+        Ok(if write {
+            Operation::Write { offset }
+        } else {
+            Operation::Read { offset }
+        })
     }
 
     fn ranges(&self, kind: u32) -> Result<Operation, u8> {
@@ -253,8 +271,7 @@ impl Parser {
         }
         let mut ranges = Vec::with_capacity(segments.len());
         for bytes in segments {
-            let segment =
-                DiscardSegment::read_from_bytes(bytes).map_err(|_| status::IOERR)?;
+            let segment = DiscardSegment::read_from_bytes(bytes).map_err(|_| status::IOERR)?;
             let flags = u32::from_le_bytes(segment.flags);
             let known = if discard { 0 } else { DISCARD_FLAG_UNMAP };
             if flags & !known != 0 {
@@ -269,7 +286,11 @@ impl Parser {
             range.unmap = discard || flags & DISCARD_FLAG_UNMAP != 0;
             ranges.push(range);
         }
-        Ok(if discard { Operation::Discard(ranges) } else { Operation::WriteZeroes(ranges) })
+        Ok(if discard {
+            Operation::Discard(ranges)
+        } else {
+            Operation::WriteZeroes(ranges)
+        })
     }
 }
 

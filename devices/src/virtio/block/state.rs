@@ -20,8 +20,11 @@ mod tests {
 
     #[test]
     fn a_disks_state_survives_a_round_trip() {
-        let state =
-            BlockState { capacity_sectors: 1 << 40, serial: "root".into(), offered_features: 0x244 };
+        let state = BlockState {
+            capacity_sectors: 1 << 40,
+            serial: "root".into(),
+            offered_features: 0x244,
+        };
         let text = serde_json::to_string(&state).unwrap();
         assert_eq!(serde_json::from_str::<BlockState>(&text).unwrap(), state);
     }

@@ -13,6 +13,11 @@ mount -t devtmpfs devtmpfs /dev
 mount -t tmpfs tmp /tmp
 while read -r module; do insmod "/modules/$module" || echo "LAB-ERROR cannot load $module"; done < /modules/order
 ip link set lo up
+# The power button ends the guest, as on a distribution's system.
+mkdir -p /etc/acpi/PWRF
+printf '#!/bin/sh\necho LAB-POWER-BUTTON > /dev/console\nsync\npoweroff -f\n' > /etc/acpi/PWRF/00000080
+chmod +x /etc/acpi/PWRF/00000080
+acpid -l /tmp/acpid.log
 stty -echo -onlcr
 echo "LAB-SHELL $(cut -d' ' -f1 /proc/uptime)"
 while read -r id command; do

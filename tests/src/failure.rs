@@ -48,7 +48,8 @@ impl<T, E: std::fmt::Display> Context<T> for std::result::Result<T, E> {
 #[macro_export]
 macro_rules! ensure {
     ($condition:expr, $($message:tt)+) => {
-        if !$condition {
+        if $condition {
+        } else {
             return Err($crate::failure::Failure::Broken(format!($($message)+)));
         }
     };

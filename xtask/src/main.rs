@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod check;
 mod error;
 mod lab;
 mod process;
@@ -34,6 +35,8 @@ enum Task {
         #[arg(long)]
         firmware: bool,
     },
+    /// Formatting, lints, licences and bans
+    Check,
     /// Test; the last line counts what passed, failed and was skipped
     Test {
         /// What to test
@@ -72,6 +75,7 @@ fn run(task: Task) -> Result<ExitCode> {
             }
             Ok(ExitCode::SUCCESS)
         }
+        Task::Check => check::run().map(|()| ExitCode::SUCCESS),
         Task::Test {
             suite,
             programs,

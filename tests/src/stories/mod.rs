@@ -1,6 +1,12 @@
 //! The stories: each is a function that tells what a user does and asserts what they would notice.
 
+pub mod bad_input;
+pub mod boot;
+pub mod disk;
 pub mod lab;
+pub mod lifecycle;
+pub mod net;
+pub mod worker;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -72,5 +78,15 @@ impl Story {
 
 /// All stories.
 pub fn all() -> impl Iterator<Item = &'static Story> {
-    [lab::STORIES].into_iter().flatten()
+    [
+        lab::STORIES,
+        boot::STORIES,
+        lifecycle::STORIES,
+        disk::STORIES,
+        net::STORIES,
+        worker::STORIES,
+        bad_input::STORIES,
+    ]
+    .into_iter()
+    .flatten()
 }

@@ -27,12 +27,14 @@ const L1_MODULES: [&str; 13] = [
     "veth",
     "loop",
 ];
-const GUEST_MODULES: [&str; 5] = [
+const GUEST_MODULES: [&str; 7] = [
     "virtio_blk",
     "virtio_net",
     "virtio-rng",
     "virtio_mmio",
     "isofs",
+    "button",
+    "evdev",
 ];
 
 const L1_INITRAMFS_INIT: &str = include_str!("../../../tests/lab/l1-initramfs-init.sh");

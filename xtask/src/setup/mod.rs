@@ -27,7 +27,8 @@ use std::thread;
 use serde::Serialize;
 
 use crate::error::{Error, Result};
-use cache::{Build, Cache, Key};
+use cache::Build;
+pub(crate) use cache::{Cache, Key, remove_tree};
 
 /// Where each thing of the lab is; written as JSON for the programs of `tests/`.
 #[derive(Clone, Debug, Serialize)]

@@ -53,8 +53,7 @@ const ROOT: Root = Root {
 const FSTAB: &str = include_str!("../../../tests/lab/worker-fstab");
 const GRUB: &str = include_str!("../../../tests/lab/worker-grub.cfg");
 const KUBEADM: &str = include_str!("../../../tests/lab/kubeadm");
-/// Only a seed disk is looked for: the image is made for Drover's workers.
-const DATASOURCES: &str = "datasource_list: [NoCloud, None]\n";
+const CLOUD: &str = include_str!("../../../tests/lab/worker-cloud.cfg");
 
 const MIB: u64 = 1 << 20;
 const DISK_MIB: u64 = 2048;
@@ -85,10 +84,7 @@ const GRUB_MODULES: [&str; 13] = [
 /// Builds the image; `tools` gives the folder of QEMU's tools once it is there.
 pub(super) fn build(cache: &Cache, tools: &Receiver<PathBuf>) -> Result<PathBuf> {
     let mut key = ROOT.key("worker 1");
-    for text in [FSTAB, GRUB, KUBEADM, DATASOURCES]
-        .iter()
-        .chain(&GRUB_MODULES)
-    {
+    for text in [FSTAB, GRUB, KUBEADM, CLOUD].iter().chain(&GRUB_MODULES) {
         key = key.with(text);
     }
     cache.artefact("worker", &key, |build| {
@@ -142,7 +138,7 @@ fn configure(root: &Path) -> Result<String> {
         ("boot/grub/grub.cfg", &menu),
         ("tmp/grub-early.cfg", GRUB),
         ("usr/local/bin/kubeadm", KUBEADM),
-        ("etc/cloud/cloud.cfg.d/90_datasources.cfg", DATASOURCES),
+        ("etc/cloud/cloud.cfg.d/90_worker.cfg", CLOUD),
         ("etc/hostname", "localhost\n"),
     ] {
         let path = root.join(name);

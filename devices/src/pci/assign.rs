@@ -6,6 +6,8 @@
 
 use std::ops::Range;
 
+use drover_arch::layout;
+
 use super::bits::{
     BAR_COUNT, BAR_IO, BAR_IO_ADDRESS, BAR_MEMORY_64, BAR_MEMORY_ADDRESS, BAR0, COMMAND,
     INTERRUPT_LINE, INTERRUPT_PIN,
@@ -21,6 +23,19 @@ pub struct BarWindows {
     pub memory64: Option<Range<u64>>,
     /// I/O ports.
     pub io: Option<Range<u64>>,
+}
+
+impl BarWindows {
+    /// The windows of the layout for a guest with `physical_address_bits`, as its ACPI tables tell them.
+    #[must_use]
+    pub fn from_layout(physical_address_bits: u8) -> BarWindows {
+        let io = layout::PCI_IO;
+        BarWindows {
+            memory32: vec![layout::PCI_MMIO32_LOW, layout::PCI_MMIO32_HIGH],
+            memory64: Some(layout::pci_mmio64(physical_address_bits)),
+            io: Some(io.start.into()..io.end.into()),
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -12,7 +12,7 @@
 //! sees the other, and no interrupt is lost or sent twice.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -116,6 +116,8 @@ pub struct MsixStateError {
 pub struct Msix {
     vectors: Box<[Vector]>,
     table: Mutex<Table>,
+    /// The guest decides how often the hypervisor is asked, so only its first refusal is logged.
+    refusal: Once,
 }
 
 struct Vector {
@@ -167,6 +169,7 @@ impl Msix {
                 control: MessageControl::default(),
                 entries,
             }),
+            refusal: Once::new(),
         }
     }
 
@@ -196,7 +199,7 @@ impl Msix {
                 return;
             }
         }
-        vector.fire();
+        self.fire(vector);
     }
 
     /// Applies what the guest wrote to Message Control.
@@ -331,7 +334,7 @@ impl Msix {
             // Software may not change an entry while it is unmasked, but a message must never go half to the old address.
             vector.blocked.store(true, Ordering::SeqCst);
             if let Err(error) = vector.target.route(entry.message) {
-                tracing::warn!(vector = index, %error, "an MSI-X vector could not be routed");
+                self.refused(&error);
                 entry.routed = None;
                 return;
             }
@@ -339,20 +342,24 @@ impl Msix {
         }
         vector.blocked.store(false, Ordering::SeqCst);
         if vector.pending.swap(false, Ordering::SeqCst) {
-            vector.fire();
+            self.fire(vector);
         }
+    }
+
+    fn fire(&self, vector: &Vector) {
+        if let Err(error) = vector.target.trigger() {
+            self.refused(&error);
+        }
+    }
+
+    fn refused(&self, error: &std::io::Error) {
+        self.refusal.call_once(|| {
+            tracing::warn!(%error, "an MSI-X vector could not be routed or signalled");
+        });
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Vector {
-    fn fire(&self) {
-        if let Err(error) = self.target.trigger() {
-            tracing::warn!(%error, "an MSI-X vector could not be signalled");
-        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Lays out the configuration space of a virtio PCI function: identity, BAR and capabilities (virtio 1.2 §4.1.2, §4.1.4).
 //!
 //! It is a conventional PCI function on the root bus: without a PCI Express capability the guest has no extended configuration space
-//! to look through, which saves it exits at boot.
+//! to look through; and no capability is there that need not be, as guests walk the list many times at boot. Both save exits.
 
 use super::spec::{DEVICE_BASE, MAX_QUEUES, NO_VECTOR, REVISION, VENDOR, bar, capability, common};
 use crate::pci::IntxPin;
@@ -48,7 +48,9 @@ pub(super) fn build(device_type: DeviceType, queues: usize) -> Result<Layout, La
         (capability::ISR, bar::ISR, bar::ISR_LENGTH),
         (capability::DEVICE, bar::DEVICE, bar::DEVICE_LENGTH),
     ];
-    for (kind, offset, length) in structures {
+    let has_config = !matches!(device_type, DeviceType::Rng);
+    let offered = |kind| has_config || kind != capability::DEVICE;
+    for (kind, offset, length) in structures.into_iter().filter(|(kind, ..)| offered(*kind)) {
         let body = structure(kind, capability::LENGTH, offset, length);
         config.add_capability(CAPABILITY_VENDOR, &body, &[])?;
     }

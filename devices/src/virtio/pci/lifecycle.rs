@@ -274,7 +274,7 @@ impl Registers {
         match enabled {
             Ok(()) => self.common.set_enabled(index),
             Err(error) => {
-                tracing::warn!(queue = index, %error, "the driver's queue cannot be used");
+                tracing::debug!(queue = index, %error, "the driver's queue cannot be used");
                 count(&self.metrics.driver_errors);
                 self.interrupts.needs_reset();
             }

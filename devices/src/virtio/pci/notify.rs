@@ -5,7 +5,7 @@
 //! hypervisor refuses, the write arrives as an exit and [`DoorbellSet::ring`] signals the same descriptor.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -16,6 +16,8 @@ pub(super) struct DoorbellSet {
     events: Box<[EventFd]>,
     controller: Arc<dyn Doorbells>,
     placement: Mutex<Placement>,
+    /// The guest decides how often a refusal comes, so only the first is logged; all are counted.
+    refusal: Once,
 }
 
 struct Placement {
@@ -35,6 +37,7 @@ impl DoorbellSet {
                 base: None,
                 attached: vec![None; queues].into_boxed_slice(),
             }),
+            refusal: Once::new(),
         })
     }
 
@@ -92,19 +95,25 @@ impl DoorbellSet {
             if let Some(address) = attached.take()
                 && let Err(error) = self.controller.detach(address, event)
             {
-                tracing::warn!(address, %error, "a doorbell could not be detached");
+                self.refused(address, &error);
                 refused += 1;
             }
             if let Some(address) = wanted {
                 match self.controller.attach(address, event) {
                     Ok(()) => *attached = Some(address),
                     Err(error) => {
-                        tracing::warn!(address, %error, "a doorbell could not be attached");
+                        self.refused(address, &error);
                         refused += 1;
                     }
                 }
             }
         }
         refused
+    }
+
+    fn refused(&self, address: u64, error: &io::Error) {
+        self.refusal.call_once(|| {
+            tracing::warn!(address, %error, "a doorbell could not be attached or detached");
+        });
     }
 }

@@ -38,7 +38,7 @@ impl PartialSchema for ByteSize {
 
 impl PartialSchema for MacAddress {
     fn schema() -> RefOr<Schema> {
-        let mut schema = text("^[0-9A-Fa-f][02468ACEace](:[0-9A-Fa-f]{2}){5}$");
+        let mut schema = text("^(?!00(:00){5}$)[0-9A-Fa-f][02468ACEace](:[0-9A-Fa-f]{2}){5}$");
         schema.description = Some("A unicast MAC address (IEEE 802 EUI-48).".into());
         schema.into()
     }

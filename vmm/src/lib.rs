@@ -1,1 +1,36 @@
-//! vmm
+//! The virtual machine monitor: one process, one VM, one owner.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`control`] | the control thread: event loop, lifecycle, the one owner of the machine |
+//! | [`lifecycle`] | the table of states and inputs |
+//! | [`mailbox`], [`service`] | how the API reaches the control thread |
+//! | [`machine`] | everything that a VM consists of; built, run, reset |
+//! | [`memory`] | the guest's RAM |
+//! | [`kvm`] | the VM's descriptors, interrupts, doorbells |
+//! | [`vcpu`] | processors: threads, exits, pause and reset |
+//! | [`boot`] | direct kernel boot |
+//! | [`console`] | the serial console on the control thread |
+//! | [`metrics`] | what is counted, in the Prometheus text format |
+//! | [`threads`] | threads by role and their seccomp policies |
+//! | [`process`] | signals, allocator, terminal |
+//!
+//! Invariants: only the control thread touches the [`machine::Machine`]; no data of the guest's disks and networks passes it; unsafe code
+//! is in [`memory`], [`process`] and [`vcpu::run_page`] alone.
+
+pub mod boot;
+pub mod console;
+pub mod control;
+pub mod kvm;
+pub mod lifecycle;
+pub mod machine;
+pub mod mailbox;
+pub mod memory;
+pub mod metrics;
+pub mod process;
+pub mod service;
+pub mod threads;
+pub mod vcpu;
+
+#[cfg(test)]
+mod testing;

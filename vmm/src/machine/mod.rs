@@ -1,0 +1,283 @@
+//! A machine: everything that one VM consists of, built from its definition and owned by the control thread.
+//!
+//! ```text
+//!  definition ─> open files ─> KVM VM ─> RAM ─> processors ─> chipset ─> devices ─> kernel and tables in RAM ─> vCPU threads, parked
+//!                └────────────────────────── an error here leaves nothing behind ──────────────────────────────┘        │
+//!                                                                                              run / pause / reset / stop
+//! ```
+//!
+//! A reset happens in place: processors park, devices and chips return to their power-on state, the kernel is loaded again.
+
+mod chipset;
+pub mod devices;
+mod error;
+mod output;
+mod power;
+mod tables;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use drover_api::definition::{SerialConfig, Topology as TopologyConfig, VmConfig};
+use drover_arch::boot::RamContent;
+use drover_arch::cpuid::CpuidPolicy;
+use drover_arch::layout::{E820Entry, RamLayout};
+use drover_arch::topology::Topology;
+use drover_devices::bus::Doorbells;
+use drover_devices::interrupt::InterruptController;
+use drover_devices::platform::PowerSink;
+use kvm_bindings::CpuId;
+use kvm_ioctls::VcpuFd;
+
+use self::chipset::Chipset;
+use self::devices::{Connections, Device, Opened};
+use self::output::FileOutput;
+use self::power::PowerGate;
+use self::tables::FirmwareTables;
+use crate::boot::{BootFiles, DirectBoot};
+use crate::console::Console;
+use crate::kvm::chips::ChipState;
+use crate::kvm::doorbell::KvmDoorbells;
+use crate::kvm::irq::KvmInterrupts;
+use crate::kvm::{self, KvmError, step};
+use crate::mailbox::{Mailbox, Message};
+use crate::memory::Memory;
+use crate::metrics::MachineMetrics;
+use crate::threads::ThreadStarter;
+use crate::vcpu::{BootState, Surroundings, VcpuError, Vcpus};
+
+pub use self::error::BuildError;
+
+/// Fields drop in order: processors first, so that nothing runs while devices go; RAM last.
+pub struct Machine {
+    vcpus: Vcpus,
+    devices: Vec<Device>,
+    console: Console,
+    chipset: Chipset,
+    power: Arc<PowerGate>,
+    interrupts: Arc<KvmInterrupts>,
+    chips: ChipState,
+    vm: kvm::Vm,
+    boot: BootFiles,
+    tables: FirmwareTables,
+    e820: Vec<E820Entry>,
+    pty: Option<PathBuf>,
+    config: VmConfig,
+    memory: Memory,
+}
+
+impl Machine {
+    /// Opens and builds all that `config` names. Its processors are parked afterwards.
+    ///
+    /// # Errors
+    /// Something cannot be opened, or the host refuses; everything opened so far is closed again.
+    pub fn build(
+        config: VmConfig,
+        mailbox: &Mailbox,
+        threads: ThreadStarter,
+    ) -> Result<Self, BuildError> {
+        let mut boot = BootFiles::open(&config.boot)
+            .map_err(|error| BuildError::of(error.field)(error.to_string().into()))?;
+        let opened = Opened::open(&config)?;
+        let vm = kvm::Vm::create().map_err(BuildError::host)?;
+        let memory = Memory::new(&config.memory).map_err(|error| match error.field() {
+            Some(field) => BuildError::of(field)(error.into()),
+            None => BuildError::host(error),
+        })?;
+        memory.register(vm.fd()).map_err(BuildError::host)?;
+        let interrupts = Arc::new(KvmInterrupts::new(vm.fd().clone()));
+        interrupts.write_initial_routes().map_err(BuildError::host)?;
+        let chips = ChipState::capture(vm.fd()).map_err(BuildError::host)?;
+
+        let topology = topology(&config)?;
+        let ram = RamLayout::new(config.memory.size.0);
+        let (vcpus, cpuid) = create_vcpus(&vm, topology)?;
+        check_ram_fits(&ram, cpuid.phys_bits())?;
+
+        let power = Arc::new(PowerGate::new(mailbox.clone()));
+        let sink: Arc<dyn PowerSink> = power.clone();
+        let chipset = Chipset::new(&ram, cpuid.phys_bits(), &interrupts, &sink)?;
+        let doorbells: Arc<dyn Doorbells> = Arc::new(KvmDoorbells::new(vm.fd().clone()));
+        let connections = Connections {
+            pci: &chipset.pci,
+            memory: memory.guest(),
+            interrupts: &*interrupts as &dyn InterruptController,
+            doorbells: &doorbells,
+            threads: &threads,
+        };
+        let (devices, slots) = opened.connect(&config, &connections)?;
+        chipset.assign_bars()?;
+        let (console, pty) = open_console(&config.serial, &chipset)?;
+
+        let tables = FirmwareTables::build(&config, topology, &ram, &cpuid, slots)?;
+        let e820 = ram.e820();
+        let start = load(&mut boot, &tables, &memory, &e820, RamContent::Zeroed)?;
+
+        let crash_mailbox = mailbox.clone();
+        let surroundings = Arc::new(Surroundings {
+            ports: chipset.ports.clone(),
+            mmio: chipset.mmio.clone(),
+            power: sink,
+            park: power.closed(),
+            crashed: Box::new(move |reason| crash_mailbox.send(Message::Crashed(reason))),
+            msr_indices: vm.msr_indices().map_err(BuildError::host)?,
+        });
+        let vcpus = Vcpus::start(vcpus, &surroundings, &threads, &start).map_err(BuildError::host)?;
+        Ok(Self {
+            vcpus,
+            devices,
+            console,
+            chipset,
+            power,
+            interrupts,
+            chips,
+            vm,
+            boot,
+            tables,
+            e820,
+            pty,
+            config,
+            memory,
+        })
+    }
+
+    /// The definition that it was built from.
+    pub fn config(&self) -> &VmConfig {
+        &self.config
+    }
+
+    /// The pseudo-terminal of its serial port.
+    pub fn pty(&self) -> Option<PathBuf> {
+        self.pty.clone()
+    }
+
+    /// Its serial console.
+    pub fn console(&mut self) -> &mut Console {
+        &mut self.console
+    }
+
+    /// Lets the processors run.
+    pub fn run(&mut self) {
+        self.vcpus.run();
+    }
+
+    /// Stops the processors.
+    ///
+    /// # Errors
+    /// One of them did not stop in time.
+    pub fn stop(&mut self) -> Result<(), VcpuError> {
+        self.vcpus.pause()
+    }
+
+    /// Presses the power button; false if the guest does not listen to it.
+    pub fn press_power_button(&self) -> bool {
+        self.chipset.pm.press_power_button()
+    }
+
+    /// Returns the machine to its power-on state, loads the kernel again and lets it run.
+    ///
+    /// # Errors
+    /// A processor or device did not stop in time, or the kernel file has changed for the worse.
+    pub fn reset(&mut self) -> Result<(), BuildError> {
+        self.vcpus.pause().map_err(BuildError::host)?;
+        self.chipset.reset()?;
+        self.chips.restore(self.vm.fd()).map_err(BuildError::host)?;
+        let start =
+            load(&mut self.boot, &self.tables, &self.memory, &self.e820, RamContent::Used)?;
+        self.vcpus.reset(&start).map_err(BuildError::host)?;
+        self.power.open();
+        self.vcpus.run();
+        Ok(())
+    }
+
+    /// What it counts.
+    pub fn metrics(&self) -> MachineMetrics<'_> {
+        MachineMetrics {
+            vcpus: self.vcpus.counters(),
+            devices: &self.devices,
+            route_writes: self.interrupts.route_writes(),
+            console_dropped_bytes: self.console.dropped(),
+            unclaimed_port_accesses: self.chipset.ports.misses(),
+            unclaimed_mmio_accesses: self.chipset.mmio.misses(),
+            ram_bytes: self.memory.slots().iter().map(|slot| slot.size_bytes).sum(),
+        }
+    }
+}
+
+fn topology(config: &VmConfig) -> Result<Topology, BuildError> {
+    let topology = match config.cpus.topology {
+        Some(TopologyConfig { sockets, dies, cores, threads }) => {
+            Topology::new(sockets.into(), dies.into(), cores.into(), threads.into())
+        }
+        None => Topology::flat(config.cpus.count.into()),
+    };
+    topology.map_err(|error| BuildError::of("cpus")(error.into()))
+}
+
+/// Creates the processors and shows them what they are. Their number in KVM is their APIC id.
+fn create_vcpus(
+    vm: &kvm::Vm,
+    topology: Topology,
+) -> Result<(Vec<VcpuFd>, CpuidPolicy), BuildError> {
+    let max = vm.max_vcpus();
+    if topology.count() as usize > max {
+        let why = format!("{} processors, but this host's KVM allows {max}", topology.count());
+        return Err(BuildError::of("cpus.count")(why.into()));
+    }
+    let vcpus: Vec<VcpuFd> = topology
+        .apic_ids()
+        .map(|id| vm.create_vcpu(id))
+        .collect::<Result<_, KvmError>>()
+        .map_err(BuildError::host)?;
+    let tsc_khz = vcpus.first().and_then(|vcpu| vcpu.get_tsc_khz().ok());
+    let supported = vm.supported_cpuid().map_err(BuildError::host)?;
+    let policy = CpuidPolicy::host(supported.as_slice(), topology, tsc_khz)
+        .map_err(BuildError::host)?;
+    for (index, vcpu) in (0..).zip(&vcpus) {
+        let leaves = CpuId::from_entries(&policy.for_vcpu(index))
+            .map_err(|error| BuildError::host(format!("CPUID: {error:?}")))?;
+        vcpu.set_cpuid2(&leaves).map_err(step("set the CPUID")).map_err(BuildError::host)?;
+    }
+    Ok((vcpus, policy))
+}
+
+/// RAM must end below the 64-bit PCI window.
+fn check_ram_fits(ram: &RamLayout, phys_bits: u8) -> Result<(), BuildError> {
+    let limit = drover_arch::layout::pci_mmio64(phys_bits).start;
+    if ram.end() > limit {
+        let why = format!(
+            "does not fit the {phys_bits} physical address bits of this host's processors: \
+             at most {} MiB",
+            (limit >> 20) - 2048
+        );
+        return Err(BuildError::of("memory.size")(why.into()));
+    }
+    Ok(())
+}
+
+/// Puts tables and kernel into RAM, and says how to start.
+fn load(
+    boot: &mut BootFiles,
+    tables: &FirmwareTables,
+    memory: &Memory,
+    e820: &[E820Entry],
+    content: RamContent,
+) -> Result<Arc<dyn BootState>, BuildError> {
+    tables.write(memory.guest())?;
+    let entry = boot
+        .load(memory.guest(), e820, tables.rsdp(), content)
+        .map_err(|error| BuildError::of("boot")(error.into()))?;
+    Ok(Arc::new(DirectBoot::new(entry)))
+}
+
+fn open_console(
+    config: &SerialConfig,
+    chipset: &Chipset,
+) -> Result<(Console, Option<PathBuf>), BuildError> {
+    let output = match config {
+        SerialConfig::File { path } => FileOutput::append(path)
+            .map_err(|error| BuildError::of("serial.path")(format!("{}: {error}", path.display()).into()))?,
+        _ => FileOutput::none(),
+    };
+    Ok((Console::new(chipset.serial.clone(), Box::new(output)), None))
+}

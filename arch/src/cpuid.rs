@@ -156,7 +156,10 @@ impl CpuidPolicy {
         self.base.retain(|entry| {
             !matches!(
                 entry.function,
-                spec::EXTENDED_TOPOLOGY | spec::EXTENDED_TOPOLOGY_V2 | spec::AMD_EXTENDED_TOPOLOGY
+                spec::EXTENDED_TOPOLOGY
+                    | spec::EXTENDED_TOPOLOGY_V2
+                    | spec::AMD_EXTENDED_TOPOLOGY
+                    | spec::SVM_FEATURES
             )
         });
         for entry in &mut self.base {

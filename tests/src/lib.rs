@@ -13,6 +13,8 @@
 
 #![forbid(unsafe_code)]
 
+pub mod bench;
+pub mod demo;
 pub mod failure;
 pub mod fixtures;
 pub mod host;

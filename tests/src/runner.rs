@@ -136,10 +136,11 @@ fn run_story(story: &Story, plan: &Plan) -> io::Result<(Outcome, String)> {
         thread::sleep(Duration::from_millis(20));
     };
     // The group holds the story and all it started; a story that cleaned up has left it empty.
-    let left_processes = rustix::process::kill_process_group(group, rustix::process::Signal::KILL)
+    let in_group = rustix::process::kill_process_group(group, rustix::process::Signal::KILL)
         .is_ok()
         && status.is_some();
     child.wait()?;
+    let left_processes = in_group | end_strays(&folder);
     let mut outcome = match status.and_then(|status| status.code()) {
         Some(PASSED) => Outcome::Passed,
         Some(SKIPPED) => Outcome::Skipped,
@@ -163,6 +164,29 @@ fn run_story(story: &Story, plan: &Plan) -> io::Result<(Outcome, String)> {
             format!("it left behind: processes {left_processes}, interfaces {left_interfaces:?}");
     }
     Ok((outcome, message))
+}
+
+/// Ends processes outside the story's group (a worker's VMM is detached) whose command line names the story's folder.
+fn end_strays(folder: &Path) -> bool {
+    let wanted = folder.as_os_str().as_encoded_bytes();
+    let mut found = false;
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(id) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok())
+        else {
+            continue;
+        };
+        let command_line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let names_it = command_line
+            .windows(wanted.len())
+            .any(|window| window == wanted);
+        if let Some(id) = rustix::process::Pid::from_raw(id).filter(|_| names_it) {
+            found |= rustix::process::kill_process(id, rustix::process::Signal::KILL).is_ok();
+        }
+    }
+    found
 }
 
 /// The line in which a story said why it did not pass.

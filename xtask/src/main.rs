@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bench;
 mod check;
 mod error;
 mod lab;
@@ -35,6 +36,14 @@ enum Task {
         #[arg(long)]
         firmware: bool,
     },
+    /// Make a Debian worker from one definition, watch it join, delete it
+    Demo {
+        /// Use the programs of this folder instead of building them
+        #[arg(long)]
+        programs: Option<PathBuf>,
+    },
+    /// Measure Drover against QEMU
+    Bench(bench::Options),
     /// Formatting, lints, licences and bans
     Check,
     /// Test; the last line counts what passed, failed and was skipped
@@ -75,6 +84,10 @@ fn run(task: Task) -> Result<ExitCode> {
             }
             Ok(ExitCode::SUCCESS)
         }
+        Task::Demo { programs } => {
+            finish(&mut Session::open(programs.as_deref())?.command(&["demo"]))
+        }
+        Task::Bench(options) => bench::run(&options),
         Task::Check => check::run().map(|()| ExitCode::SUCCESS),
         Task::Test {
             suite,

@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
+use drover_tests::bench;
 use drover_tests::host::shards::{self, Report, Run};
 use drover_tests::host::{Ended, Host};
 use drover_tests::runner::{self, Outcome, Plan};
@@ -51,6 +52,41 @@ enum Arguments {
         #[arg(required = true)]
         command: Vec<String>,
     },
+    /// Make a worker, show that it joined, and delete it
+    Demo {
+        #[command(flatten)]
+        place: Place,
+    },
+    /// The demo, here
+    #[command(hide = true)]
+    DemoHere {
+        #[arg(long, value_parser = parse_site)]
+        site: Site,
+    },
+    /// Compare with QEMU and print the report as JSON
+    Bench {
+        #[command(flatten)]
+        place: Place,
+        /// What to measure
+        #[arg(value_enum)]
+        what: Benchmark,
+        /// Rounds; as many as its definition asks for if absent
+        #[arg(long)]
+        rounds: Option<usize>,
+        /// Where to write the report
+        #[arg(long)]
+        json: PathBuf,
+    },
+    /// Measure boots here
+    #[command(hide = true)]
+    BenchBoot {
+        #[arg(long, value_parser = parse_site)]
+        site: Site,
+        #[arg(long)]
+        rounds: usize,
+        #[arg(long)]
+        json: PathBuf,
+    },
     /// Run stories here, one after another
     #[command(hide = true)]
     Run {
@@ -71,6 +107,26 @@ enum Arguments {
         folder: PathBuf,
         name: String,
     },
+}
+
+/// The benchmarks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Benchmark {
+    /// The same guest to its init under Drover, QEMU microvm and QEMU q35
+    Boot,
+    /// Process start to the first instruction of a tiny guest, on this machine's KVM
+    Start,
+    /// A worker's overlay and seed, durable, on this machine
+    Provision,
+}
+
+impl Benchmark {
+    fn rounds(self) -> usize {
+        match self {
+            Self::Boot => 9,
+            Self::Start | Self::Provision => 50,
+        }
+    }
 }
 
 /// Where things are on this machine.
@@ -213,6 +269,137 @@ fn exec(place: &Place, host: &HostOptions<'_>, command: &[String]) -> io::Result
     }
 }
 
+/// What the demo's host needs: one worker of 1 GiB.
+const DEMO_MEMORY_MIB: u32 = 1024;
+
+fn demo(place: &Place) -> io::Result<ExitCode> {
+    let lab = place.lab()?;
+    if drover_tests::site::has_hardware_virtualization()? {
+        let scratch = place.folder.join("scratch");
+        fs::create_dir_all(&scratch)?;
+        let site = Site {
+            images: lab.images,
+            scratch,
+            programs: place.programs.clone(),
+        };
+        return demo_here(&site);
+    }
+    println!("no vmx or svm here: the demo runs in an emulated KVM host (a few minutes)");
+    let site = serde_json::to_string(&shards::site_in_host())?;
+    in_host(
+        place,
+        &lab,
+        "demo",
+        &HostJob {
+            job: format!("exec ./drover-lab demo-here --site '{site}'"),
+            memory_mib: DEMO_MEMORY_MIB,
+            timeout: Duration::from_secs(900),
+        },
+    )
+    .map(|_| ExitCode::SUCCESS)
+}
+
+fn demo_here(site: &Site) -> io::Result<ExitCode> {
+    let folder = site.scratch.join("demo");
+    fs::create_dir_all(&folder)?;
+    let scene = stories::Scene {
+        site: site.clone(),
+        folder,
+    };
+    drover_tests::demo::run(&scene).map_err(io::Error::other)?;
+    fs::remove_dir_all(&scene.folder)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// One job for an emulated host.
+struct HostJob {
+    job: String,
+    memory_mib: u32,
+    timeout: Duration,
+}
+
+/// Runs a job that must succeed, in a second host if the first is lost; returns what the host shared.
+fn in_host(place: &Place, lab: &Lab, name: &str, job: &HostJob) -> io::Result<PathBuf> {
+    for attempt in 1..=2 {
+        let host = Host {
+            lab,
+            folder: place.folder.join(format!("{name}-attempt-{attempt}")),
+            programs: place.programs(),
+            job: job.job.clone(),
+            memory_mib: job.memory_mib + shards::HOST_MEMORY_MIB,
+            timeout: job.timeout,
+            echo: true,
+        };
+        match host.run()? {
+            Ended::Job(0) => return Ok(host.share()),
+            Ended::Job(status) => {
+                return Err(io::Error::other(format!("{name} ended with {status}")));
+            }
+            Ended::TimedOut => return Err(io::Error::other(format!("{name} did not end in time"))),
+            Ended::Lost(how) => eprintln!("lab failure: {how}"),
+        }
+    }
+    Err(io::Error::other(
+        "lab failure: two emulated hosts were lost",
+    ))
+}
+
+fn bench(place: &Place, what: Benchmark, rounds: usize, json: &Path) -> io::Result<ExitCode> {
+    let lab = place.lab()?;
+    let scratch = place.folder.join("scratch");
+    fs::create_dir_all(&scratch)?;
+    let site = Site {
+        images: lab.images.clone(),
+        scratch: scratch.clone(),
+        programs: place.programs.clone(),
+    };
+    let report = match what {
+        Benchmark::Boot if drover_tests::site::has_hardware_virtualization()? => {
+            bench::boot::run(&site, &scratch, rounds)
+        }
+        Benchmark::Boot => return bench_boot_in_host(place, &lab, rounds, json),
+        Benchmark::Start => bench::start::run(&site.program("drover-vmm"), &scratch, rounds),
+        Benchmark::Provision => bench::provision::run(
+            &stories::Scene {
+                site,
+                folder: scratch,
+            },
+            rounds,
+        ),
+    };
+    write_report(&report.map_err(io::Error::other)?, json)
+}
+
+fn write_report(report: &serde_json::Value, json: &Path) -> io::Result<ExitCode> {
+    let text = serde_json::to_string_pretty(report)?;
+    println!("{text}");
+    fs::write(json, text + "\n")?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn bench_boot_in_host(
+    place: &Place,
+    lab: &Lab,
+    rounds: usize,
+    json: &Path,
+) -> io::Result<ExitCode> {
+    let site = serde_json::to_string(&shards::site_in_host())?;
+    let share = in_host(
+        place,
+        lab,
+        "bench",
+        &HostJob {
+            job: format!(
+                "exec ./drover-lab bench-boot --site '{site}' --rounds {rounds} --json /host/report.json"
+            ),
+            memory_mib: 1024,
+            timeout: Duration::from_secs(120 + 90 * u64::try_from(rounds).unwrap_or(0)),
+        },
+    )?;
+    fs::copy(share.join("report.json"), json)?;
+    Ok(ExitCode::SUCCESS)
+}
+
 struct HostOptions<'a> {
     memory_mib: u32,
     timeout_s: u64,
@@ -279,6 +466,19 @@ fn run(arguments: Arguments) -> io::Result<ExitCode> {
             },
             &command,
         ),
+        Arguments::Demo { place } => demo(&place),
+        Arguments::DemoHere { site } => demo_here(&site),
+        Arguments::Bench {
+            place,
+            what,
+            rounds,
+            json,
+        } => bench(&place, what, rounds.unwrap_or(what.rounds()), &json),
+        Arguments::BenchBoot { site, rounds, json } => {
+            let report =
+                bench::boot::run(&site, &site.scratch, rounds).map_err(io::Error::other)?;
+            write_report(&report, &json)
+        }
         Arguments::Run {
             site,
             results,

@@ -55,7 +55,7 @@ pub struct Host<'a> {
     pub memory_mib: u32,
     /// How long the job may take, boot included.
     pub timeout: Duration,
-    /// Whether to repeat the console on this terminal.
+    /// Whether to repeat what the job prints on this terminal.
     pub echo: bool,
 }
 
@@ -192,15 +192,16 @@ impl Host<'_> {
         });
         let deadline = Instant::now() + self.timeout;
         let mut text = Vec::new();
+        let mut echoed = 0;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match receive.recv_timeout(left.min(SILENCE)) {
                 Ok(bytes) => {
                     io::Write::write_all(&mut log, &bytes)?;
-                    if self.echo {
-                        io::Write::write_all(&mut io::stdout(), &bytes)?;
-                    }
                     text.extend_from_slice(&bytes);
+                    if self.echo {
+                        echoed = echo(&text, echoed)?;
+                    }
                 }
                 Err(RecvTimeoutError::Disconnected) => return Ok(judge(&text)),
                 Err(RecvTimeoutError::Timeout) if Instant::now() >= deadline => {
@@ -228,16 +229,44 @@ fn drive(path: &Path, options: &str) -> String {
     format!("file={file},format=raw,if=virtio,{options}")
 }
 
+/// Repeats the lines of the job that are complete, without the host's own; returns how far it got.
+fn echo(console: &[u8], from: usize) -> io::Result<usize> {
+    let Some(end) = console[from..].iter().rposition(|&byte| byte == b'\n') else {
+        return Ok(from);
+    };
+    let end = from + end + 1;
+    let up = console[..end]
+        .windows(UP.len())
+        .position(|window| window == UP.as_bytes());
+    let over = console[..from]
+        .windows(EXIT.len())
+        .any(|window| window == EXIT.as_bytes());
+    if let Some(up) = up.filter(|_| !over) {
+        let text = String::from_utf8_lossy(&console[from.max(up)..end]);
+        let mut output = io::stdout().lock();
+        for line in text.lines().take_while(|line| !line.starts_with(EXIT)) {
+            if !line.starts_with("LAB-") {
+                io::Write::write_all(&mut output, format!("{line}\n").as_bytes())?;
+            }
+        }
+    }
+    Ok(end)
+}
+
+/// What the host says when it begins and ends its job.
+const UP: &str = "LAB-UP";
+const EXIT: &str = "LAB-JOB-EXIT=";
+
 /// Reads from a console how the job ended.
 fn judge(console: &[u8]) -> Ended {
     let text = String::from_utf8_lossy(console);
     let status = text.lines().rev().find_map(|line| {
-        let value = line.trim().strip_prefix("LAB-JOB-EXIT=")?;
+        let value = line.trim().strip_prefix(EXIT)?;
         value.parse().ok()
     });
     match status {
         Some(status) => Ended::Job(status),
-        None if text.contains("LAB-UP") => Ended::Lost("it ended in the middle of its job".into()),
+        None if text.contains(UP) => Ended::Lost("it ended in the middle of its job".into()),
         None => Ended::Lost("it did not come up".into()),
     }
 }

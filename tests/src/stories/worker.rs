@@ -30,8 +30,10 @@ pub(super) static STORIES: &[Story] = &[
     .seconds(5, 120),
 ];
 
-const BRIDGE: &str = "storybr0";
-const NAME: &str = "worker-07";
+/// The bridge that the worker is on.
+pub const BRIDGE: &str = "storybr0";
+/// The worker's name.
+pub const NAME: &str = "worker-07";
 
 /// What the demo and the story make: a 4 GiB worker on a 2 GiB base.
 #[must_use]
@@ -146,13 +148,7 @@ fn joins(scene: &Scene) -> Result {
     );
     secrets_are_kept(&worker)?;
 
-    let vmm = fs::read_to_string(worker.join("vmm.pid")).context("vmm.pid")?;
-    let vmm: u32 = vmm
-        .split_whitespace()
-        .next()
-        .unwrap_or_default()
-        .parse()
-        .context("vmm.pid")?;
+    let vmm = vmm_process(&state)?;
     let started = Instant::now();
     let deleted = drover(scene, &state, &["worker", "delete", NAME]).output()?;
     println!("deleted after {:.1} s", started.elapsed().as_secs_f64());
@@ -188,7 +184,27 @@ fn secrets_are_kept(worker: &Path) -> Result {
     Ok(())
 }
 
-fn without_a_trace(state: &Path, vmm: u32) -> Result {
+/// The process id of the worker's VMM.
+///
+/// # Errors
+///
+/// The worker keeps none.
+pub fn vmm_process(state: &Path) -> Result<u32> {
+    let file = state.join("workers").join(NAME).join("vmm.pid");
+    let text = fs::read_to_string(&file).context("vmm.pid")?;
+    text.split_whitespace()
+        .next()
+        .unwrap_or_default()
+        .parse()
+        .context("vmm.pid")
+}
+
+/// Whether a deleted worker has left anything.
+///
+/// # Errors
+///
+/// It has.
+pub fn without_a_trace(state: &Path, vmm: u32) -> Result {
     ensure!(
         !Path::new(&format!("/proc/{vmm}")).exists(),
         "drover-vmm {vmm} still runs"

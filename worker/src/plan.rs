@@ -254,17 +254,18 @@ fn check_base(definition: &Definition) -> Result<PathBuf, Error> {
     }
     let info = image::info(&path, format(base.format))
         .map_err(|error| definition.refuse("base.path", error.to_string()))?;
-    if let Some(below) = info.backing_file.filter(|_| base.backing.is_empty()) {
+    let header_names = info.qcow2.and_then(|qcow2| qcow2.backing_file);
+    if let Some(below) = header_names.filter(|_| base.backing.is_empty()) {
         let reason = format!(
             "its header names the backing file {below:?}, which is not opened without permission: list it under base.backing"
         );
         return Err(refuse("base.path", &reason));
     }
     let size = definition.config.disk.size;
-    if size.0 < info.virtual_size {
+    if size.0 < info.size_bytes {
         let reason = format!(
             "{size} is smaller than the base, which has {}",
-            ByteSize(info.virtual_size)
+            ByteSize(info.size_bytes)
         );
         return Err(definition.refuse("disk.size", reason));
     }

@@ -62,9 +62,8 @@ fn fill(plan: &Plan, folder: &Path, vm: &str, timeline: &mut Timeline<'_>) -> Re
 
 fn make_overlay(plan: &Plan, path: &Path) -> Result<(), Error> {
     let options = image::CreateOptions {
-        size: plan.record.disk_size_bytes,
         backing: Some((plan.base.clone(), plan.base_format)),
-        ..image::CreateOptions::default()
+        ..image::CreateOptions::new(plan.record.disk_size_bytes)
     };
     Ok(image::create_qcow2(path, &options)?)
 }

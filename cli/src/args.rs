@@ -1,0 +1,251 @@
+//! The command line.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use drover_api::definition::ByteSize;
+use drover_block::Format;
+
+/// Runs Kubernetes workers as virtual machines.
+#[derive(Debug, Parser)]
+#[command(
+    name = "drover",
+    version,
+    max_term_width = 100,
+    disable_help_subcommand = true
+)]
+pub(crate) struct Cli {
+    /// How results are printed.
+    #[arg(long, global = true, value_enum, default_value_t = OutputMode::Text, value_name = "FORM")]
+    pub(crate) output: OutputMode,
+    /// What to do.
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// How results are printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OutputMode {
+    /// For people.
+    Text,
+    /// For programs.
+    Json,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run a virtual machine in the foreground.
+    Run(Run),
+    /// Create, look at and delete workers.
+    #[command(subcommand)]
+    Worker(Worker),
+    /// Look at, create and change disk images.
+    #[command(subcommand)]
+    Image(Image),
+    /// Say whether this host is ready, and how to mend what is not.
+    Doctor(State),
+}
+
+/// Where workers live.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct State {
+    /// Where workers live [default: $XDG_STATE_HOME/drover or ~/.local/state/drover].
+    #[arg(long, value_name = "DIR")]
+    pub(crate) state_dir: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Run {
+    /// The definition of the VM, YAML or JSON.
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) file: PathBuf,
+    /// The API's socket [default: a new one in the temporary folder].
+    #[arg(long, value_name = "PATH")]
+    pub(crate) api_socket: Option<PathBuf>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Worker {
+    /// Make a worker from a definition and start it.
+    Create(WorkerCreate),
+    /// Start a worker that does not run.
+    Start(WorkerName),
+    /// List all workers.
+    List(State),
+    /// Show one worker.
+    Show(WorkerName),
+    /// Connect this terminal to a worker's first serial port.
+    Console(WorkerName),
+    /// Shut a worker down and remove every trace of it.
+    Delete(WorkerDelete),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct WorkerName {
+    /// The worker's name.
+    pub(crate) name: String,
+    #[command(flatten)]
+    pub(crate) state: State,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct WorkerCreate {
+    /// The worker's name: a DNS label.
+    pub(crate) name: String,
+    /// Its definition, YAML or JSON.
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) file: PathBuf,
+    /// Make its disk and seed, but do not start it.
+    #[arg(long, conflicts_with = "wait")]
+    pub(crate) no_start: bool,
+    /// When to return.
+    #[arg(long, value_enum, default_value_t = WaitFor::Started)]
+    pub(crate) wait: WaitFor,
+    /// With --wait joined: how long that may take, seconds.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "600")]
+    pub(crate) timeout: Duration,
+    /// With --wait joined: show the guest's console meanwhile, on standard error.
+    #[arg(long)]
+    pub(crate) follow: bool,
+    #[command(flatten)]
+    pub(crate) state: State,
+}
+
+/// When `worker create` returns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum WaitFor {
+    /// When the guest's processors run.
+    Started,
+    /// When the guest says that it joined its cluster (or, without one, that it is configured).
+    Joined,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct WorkerDelete {
+    /// The worker's name.
+    pub(crate) name: String,
+    /// Do not ask the guest to power off; end it at once.
+    #[arg(long)]
+    pub(crate) force: bool,
+    /// How long the guest may take to power off before it is forced, seconds.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "60")]
+    pub(crate) timeout: Duration,
+    #[command(flatten)]
+    pub(crate) state: State,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Image {
+    /// Show what an image is.
+    Info(ImagePath),
+    /// Make a new image.
+    Create(ImageCreate),
+    /// Change the size that a guest sees.
+    Resize(ImageResize),
+    /// Look for leaked space and for corruption.
+    Check(ImagePath),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImagePath {
+    /// The image.
+    pub(crate) path: PathBuf,
+    /// Its format; never guessed.
+    #[arg(long, value_enum)]
+    pub(crate) format: ImageFormat,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImageCreate {
+    /// The image, which must not exist.
+    pub(crate) path: PathBuf,
+    /// Its size, such as 4GiB.
+    #[arg(value_parser = size)]
+    pub(crate) size: ByteSize,
+    /// Its format.
+    #[arg(long, value_enum)]
+    pub(crate) format: ImageFormat,
+    /// The image below it (qcow2 only).
+    #[arg(long, value_name = "PATH", requires = "backing_format")]
+    pub(crate) backing: Option<PathBuf>,
+    /// The format of the image below.
+    #[arg(long, value_enum, requires = "backing")]
+    pub(crate) backing_format: Option<ImageFormat>,
+    /// Size of a cluster (qcow2 only), 512 bytes to 2 MiB.
+    #[arg(long, value_parser = size, value_name = "SIZE")]
+    pub(crate) cluster_size: Option<ByteSize>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImageResize {
+    /// The image, which nobody uses.
+    pub(crate) path: PathBuf,
+    /// Its new size, such as 8GiB.
+    #[arg(value_parser = size)]
+    pub(crate) size: ByteSize,
+    /// Its format; never guessed.
+    #[arg(long, value_enum)]
+    pub(crate) format: ImageFormat,
+    /// The image below it; once a layer, nearest first.
+    #[arg(long, value_name = "PATH", requires = "backing_format")]
+    pub(crate) backing: Vec<PathBuf>,
+    /// The format of the image below; once a layer.
+    #[arg(long, value_enum, value_name = "FORMAT", requires = "backing")]
+    pub(crate) backing_format: Vec<ImageFormat>,
+    /// Allow a smaller size; what lies past it is lost.
+    #[arg(long)]
+    pub(crate) shrink: bool,
+}
+
+/// The format of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ImageFormat {
+    /// Bytes as they are.
+    Raw,
+    /// QEMU's copy-on-write format.
+    Qcow2,
+}
+
+impl From<ImageFormat> for Format {
+    fn from(format: ImageFormat) -> Self {
+        match format {
+            ImageFormat::Raw => Self::Raw,
+            ImageFormat::Qcow2 => Self::Qcow2,
+        }
+    }
+}
+
+/// A size: bytes, or a number with a binary unit.
+fn size(text: &str) -> Result<ByteSize, String> {
+    match text.parse() {
+        Ok(bytes) => Ok(ByteSize(bytes)),
+        Err(_) => text.parse::<ByteSize>().map_err(|error| error.to_string()),
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    match text.parse::<u64>() {
+        Ok(seconds) if seconds <= 3600 => Ok(Duration::from_secs(seconds)),
+        _ => Err("expected a whole number of seconds, at most 3600".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn sizes_are_bytes_or_have_a_binary_unit() {
+        assert_eq!(size("4GiB"), Ok(ByteSize(4 << 30)));
+        assert_eq!(size("1048576"), Ok(ByteSize(1 << 20)));
+        assert!(size("4GB").is_err() && size("-1").is_err());
+    }
+}

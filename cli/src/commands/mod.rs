@@ -1,0 +1,7 @@
+//! One module a command.
+
+pub(crate) mod console;
+pub(crate) mod doctor;
+pub(crate) mod image;
+pub(crate) mod run;
+pub(crate) mod worker;

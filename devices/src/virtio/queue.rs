@@ -134,14 +134,13 @@ impl GuestQueue {
         if self.broken {
             return None;
         }
-        let next = match self.queue.iter(memory) {
+        match self.queue.iter(memory) {
             Ok(mut available) => available.next(),
             Err(error) => {
                 self.give_up(&error);
-                return None;
+                None
             }
-        };
-        next
+        }
     }
 
     /// Puts the chain popped last back, to be popped again.

@@ -99,8 +99,8 @@ impl QueueRole {
 pub struct Net {
     options: NetOptions,
     offered: u64,
-    /// Negotiated features while active.
-    features: u64,
+    /// Features negotiated by the last activation.
+    negotiated: u64,
     pairs: u16,
     queue_sizes: Vec<u16>,
     shared: Arc<Shared>,
@@ -157,7 +157,7 @@ impl Net {
         Ok(Self {
             options,
             offered,
-            features: 0,
+            negotiated: 0,
             pairs,
             queue_sizes,
             shared,
@@ -184,7 +184,7 @@ impl Net {
 
     /// The thread that serves queue `index`.
     fn worker_of(&self, index: u16) -> Option<&Worker> {
-        let role = QueueRole::of(index, self.features, self.pairs)?;
+        let role = QueueRole::of(index, self.negotiated, self.pairs)?;
         self.workers.get(usize::from(role.pair()))
     }
 }
@@ -235,7 +235,7 @@ impl VirtioDevice for Net {
                 return Err(ActivateError::MissingQueue(needed));
             }
         }
-        self.features = features;
+        self.negotiated = features;
         let session = Session {
             memory,
             features,

@@ -44,7 +44,7 @@ fn a_large_request_is_given_a_bounded_part() {
         .unwrap();
     let (_, bytes) = queue.wait();
     assert_eq!(bytes as usize, MAX_REQUEST_BYTES);
-    assert_eq!(guest.read(buffer + bytes as u64, 64), vec![0; 64]);
+    assert_eq!(guest.read(buffer + u64::from(bytes), 64), vec![0; 64]);
 }
 
 #[test]

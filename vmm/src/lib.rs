@@ -8,6 +8,7 @@
 //! | [`machine`] | everything that a VM consists of; built, run, reset |
 //! | [`memory`] | the guest's RAM |
 //! | [`kvm`] | the VM's descriptors, interrupts, doorbells |
+//! | [`kvm_state`] | everything that KVM keeps of a VM, as plain data, and the order of restoring it |
 //! | [`vcpu`] | processors: threads, exits, pause and reset |
 //! | [`boot`] | direct kernel boot |
 //! | [`console`] | the serial console on the control thread |
@@ -16,12 +17,13 @@
 //! | [`process`] | signals, allocator, terminal |
 //!
 //! Invariants: only the control thread touches the [`machine::Machine`]; no data of the guest's disks and networks passes it; unsafe code
-//! is in [`memory`], [`process`] and [`vcpu::run_page`] alone.
+//! is in [`memory`], [`process`], [`vcpu::run_page`] and [`kvm_state::raw`] alone.
 
 pub mod boot;
 pub mod console;
 pub mod control;
 pub mod kvm;
+pub mod kvm_state;
 pub mod lifecycle;
 pub mod machine;
 pub mod mailbox;

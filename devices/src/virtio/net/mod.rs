@@ -249,10 +249,16 @@ impl VirtioDevice for Net {
             }
         }
         // A thread without queues still learns of the session: the driver may enable some later.
-        self.workers
+        let started = self
+            .workers
             .iter()
             .zip(shares)
-            .try_for_each(|(worker, share)| worker.activate(session.clone(), share))
+            .try_for_each(|(worker, share)| worker.activate(session.clone(), share));
+        if started.is_err() {
+            // Those that did start must not go on alone.
+            let _ = self.reset();
+        }
+        started
     }
 
     fn reset(&mut self) -> Box<dyn Pending> {

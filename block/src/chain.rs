@@ -18,7 +18,7 @@ use rustix::fs::{Mode, OFlags, ResolveFlags};
 use crate::buffers::Span;
 use crate::error::{Error, ErrorKind, IoError};
 use crate::io::{BlockFile, open_error, open_flags};
-use crate::lock::{self, Access};
+use crate::lock::Access;
 use crate::qcow2::header::Header;
 use crate::qcow2::{Extent, Mapping, Qcow2};
 use crate::raw::Raw;
@@ -249,7 +249,7 @@ impl Opener {
             return refuse(format!("the chain has more than {MAX_LAYERS} layers"));
         }
         self.seen.push(identity);
-        lock::acquire(&path, file.fd(), access)?;
+        file.lock(access)?;
         self.layers.push(match format {
             Format::Raw => Image::Raw(Raw::open(file)?),
             Format::Qcow2 => Image::Qcow2(Box::new(Qcow2::open(file, access == Access::Write)?)),

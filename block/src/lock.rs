@@ -77,8 +77,8 @@ pub(crate) fn acquire(path: &Path, fd: BorrowedFd<'_>, access: Access) -> Result
     Ok(())
 }
 
-/// Lets go of what [`acquire`] took; closing the descriptor does the same.
-fn release(fd: BorrowedFd<'_>, access: Access) {
+/// Lets go of what [`acquire`] took.
+pub(crate) fn release(fd: BorrowedFd<'_>, access: Access) {
     for byte in access
         .uses()
         .iter()

@@ -1,1 +1,50 @@
-//! Jobs on images.
+//! Jobs on images as a whole: making them, changing their size, saying what they are and whether they are sound.
+//!
+//! Each takes the format from its caller; nothing is probed.
+
+mod check;
+mod create;
+mod info;
+
+pub use check::{CheckReport, check};
+pub use create::{Compat, CreateOptions, create_qcow2, create_raw};
+pub use info::{ImageInfo, info};
+
+use crate::error::{Error, ErrorKind};
+use crate::{Disk, DiskSpec};
+
+/// Whether a disk may lose its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shrink {
+    /// No: a smaller size is an error.
+    Refuse,
+    /// Yes: what lies past the new end is lost.
+    Allow,
+}
+
+/// Changes the size of a disk to `size` bytes, durably. The disk is opened for writing, so nobody else may use it. What a longer
+/// layer below has past the old end is never revealed.
+///
+/// # Errors
+/// The disk cannot be opened, has no room for that size, or would shrink without leave.
+pub fn resize(spec: &DiskSpec, size: u64, shrink: Shrink) -> Result<(), Error> {
+    let path = &spec.top.path;
+    let bad = |reason: String| Err(Error::new(path, ErrorKind::Size(reason)));
+    if !size.is_multiple_of(512) {
+        return bad(format!("{size} bytes: a disk's size is a multiple of 512"));
+    }
+    let mut disk = Disk::open(&DiskSpec {
+        read_only: false,
+        ..spec.clone()
+    })?;
+    let old = disk.size_bytes();
+    if size < old && shrink == Shrink::Refuse {
+        return bad(format!(
+            "shrinking from {old} to {size} bytes loses what lies past the new end, and was not allowed"
+        ));
+    }
+    if size != old {
+        disk.resize(size).map_err(|kind| Error::new(path, kind))?;
+    }
+    disk.close()
+}

@@ -24,6 +24,7 @@ use self::inline::Inline;
 use crate::Cache;
 use crate::buffers::{PAGE, Pages, RawSlice, Span};
 use crate::error::{Error, ErrorKind};
+use crate::lock::{self, Access};
 use crate::task::RangeLock;
 
 /// What moves bytes between a descriptor and memory. Transfers may be short, as the system calls are.
@@ -82,6 +83,16 @@ pub(crate) struct BlockFile {
     punches: Cell<bool>,
     zeroes_range: Cell<bool>,
     is_device: bool,
+    locked: Cell<Option<Access>>,
+}
+
+impl Drop for BlockFile {
+    fn drop(&mut self) {
+        // Closing does it too, but not while a process that was being forked off still has the descriptor.
+        if let Some(access) = self.locked.get() {
+            lock::release(self.fd(), access);
+        }
+    }
 }
 
 /// The longest run of zeros written at once where the host cannot zero a range by itself.
@@ -126,7 +137,15 @@ impl BlockFile {
             punches: Cell::new(true),
             zeroes_range: Cell::new(true),
             is_device,
+            locked: Cell::new(None),
         })
+    }
+
+    /// Keeps other processes from using the file in a way that conflicts, until this is dropped.
+    pub(crate) fn lock(&self, access: Access) -> Result<(), Error> {
+        lock::acquire(&self.path, self.fd(), access)?;
+        self.locked.set(Some(access));
+        Ok(())
     }
 
     /// Promises that the file never grows, as the size of a raw image is that of its file.

@@ -14,12 +14,12 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use clap::Parser;
-use drover_api::definition::{self, SerialConfig, VmConfig};
+use drover_api::definition::{self, VmConfig};
 use drover_api::server::{self, SocketGuard};
 use drover_vmm::control::{Control, Outcome, Setup};
 use drover_vmm::mailbox::mailbox;
 use drover_vmm::metrics::Timeline;
-use drover_vmm::process::{RawTerminal, TerminationSignals, use_one_malloc_arena};
+use drover_vmm::process::{TerminationSignals, use_one_malloc_arena};
 use drover_vmm::service::{PublishedState, Service};
 use drover_vmm::threads::{Role, Sandbox, ThreadStarter, narrow};
 use drover_vmm::vcpu::run_page::install_kick_handler;
@@ -103,12 +103,6 @@ fn run(arguments: &Arguments, timeline: Timeline) -> Result<Outcome, Failure> {
     // Children inherit a policy and can only narrow it, so the widest comes first.
     narrow(Role::Control, arguments.seccomp).map_err(Failure::other)?;
 
-    let raw_terminal = match &config {
-        Some(VmConfig { serial: SerialConfig::Stdio, .. }) => {
-            RawTerminal::enter().map_err(Failure::other)?
-        }
-        _ => None,
-    };
     if let Some(config) = config {
         let file = arguments.config.as_deref().unwrap_or(Path::new("-"));
         control
@@ -122,7 +116,6 @@ fn run(arguments: &Arguments, timeline: Timeline) -> Result<Outcome, Failure> {
     if let Some(api) = api {
         api.stop();
     }
-    drop(raw_terminal);
     outcome
 }
 

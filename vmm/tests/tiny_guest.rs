@@ -144,8 +144,12 @@ fn calls_are_idempotent_or_tell_the_state_that_forbids_them() {
 fn a_created_vm_can_be_deleted_and_another_made() {
     needs_kvm!();
     let vm = Vm::idle();
+    // A writable image admits one owner: the next round opens it only if the last one let go of it.
+    let image = vm.directory.path().join("disk");
+    std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+    let disks = format!("disks: [{{id: root, format: raw, path: {}}}]", image.display());
     for round in 0..3 {
-        let config = Vm::config(vm.directory.path(), Code::new().halt(), "");
+        let config = Vm::config(vm.directory.path(), Code::new().halt(), &disks);
         assert!(matches!(vm.create(config), Ok(Created::New(_))), "round {round}");
         vm.ask(drover_vmm::mailbox::Message::Delete).unwrap();
         assert_eq!(vm.view().unwrap_err().code, ErrorCode::NoVm);

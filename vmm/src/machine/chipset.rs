@@ -12,7 +12,7 @@ use drover_devices::pci::PciBus;
 use drover_devices::pci::assign::{BarWindows, assign_bars};
 use drover_devices::pci::host::HostBridge;
 use drover_devices::pci::lpc::Lpc;
-use drover_devices::pci::ports::ConfigPorts;
+use drover_devices::pci::ports::{CONFIG_ADDRESS_PORT, ConfigPorts};
 use drover_devices::platform::PowerSink;
 use drover_devices::platform::i8042::KeyboardController;
 use drover_devices::platform::pm::PowerManagement;
@@ -112,5 +112,17 @@ impl Chipset {
         self.port_92.reset();
         self.keyboard.reset();
         self.assign_bars()
+    }
+}
+
+impl Drop for Chipset {
+    /// Takes everything off the buses. Bridges and configuration ports work through the very buses that hold them, so nothing would
+    /// ever be dropped otherwise, disks and taps included.
+    fn drop(&mut self) {
+        for (at, _) in self.pci.functions() {
+            // Found a moment ago, and nobody else removes functions.
+            let _ = self.pci.remove(at);
+        }
+        let _ = self.ports.remove(CONFIG_ADDRESS_PORT);
     }
 }

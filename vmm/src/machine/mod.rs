@@ -18,7 +18,7 @@ mod tables;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use drover_api::definition::{SerialConfig, Topology as TopologyConfig, VmConfig};
+use drover_api::definition::{Topology as TopologyConfig, VmConfig};
 use drover_arch::boot::RamContent;
 use drover_arch::cpuid::CpuidPolicy;
 use drover_arch::layout::{E820Entry, RamLayout};
@@ -31,7 +31,7 @@ use kvm_ioctls::VcpuFd;
 
 use self::chipset::Chipset;
 use self::devices::{Connections, Device, Opened};
-use self::output::FileOutput;
+use self::output::SerialBackEnd;
 use self::power::PowerGate;
 use self::tables::FirmwareTables;
 use crate::boot::{BootFiles, DirectBoot};
@@ -43,6 +43,7 @@ use crate::kvm::{self, KvmError, step};
 use crate::mailbox::{Mailbox, Message};
 use crate::memory::Memory;
 use crate::metrics::MachineMetrics;
+use crate::process::RawTerminal;
 use crate::threads::ThreadStarter;
 use crate::vcpu::{BootState, Surroundings, VcpuError, Vcpus};
 
@@ -62,6 +63,7 @@ pub struct Machine {
     tables: FirmwareTables,
     e820: Vec<E820Entry>,
     pty: Option<PathBuf>,
+    _terminal: Option<RawTerminal>,
     config: VmConfig,
     memory: Memory,
 }
@@ -79,6 +81,7 @@ impl Machine {
         let mut boot = BootFiles::open(&config.boot)
             .map_err(|error| BuildError::of(error.field)(error.to_string().into()))?;
         let opened = Opened::open(&config)?;
+        let serial = SerialBackEnd::open(&config.serial)?;
         let vm = kvm::Vm::create().map_err(BuildError::host)?;
         let memory = Memory::new(&config.memory).map_err(|error| match error.field() {
             Some(field) => BuildError::of(field)(error.into()),
@@ -107,7 +110,7 @@ impl Machine {
         };
         let (devices, slots) = opened.connect(&config, &connections)?;
         chipset.assign_bars()?;
-        let (console, pty) = open_console(&config.serial, &chipset)?;
+        let console = Console::new(chipset.serial.clone(), serial.output);
 
         let tables = FirmwareTables::build(&config, topology, &ram, &cpuid, slots)?;
         let e820 = ram.e820();
@@ -135,7 +138,8 @@ impl Machine {
             boot,
             tables,
             e820,
-            pty,
+            pty: serial.pty,
+            _terminal: serial.terminal,
             config,
             memory,
         })
@@ -268,16 +272,4 @@ fn load(
         .load(memory.guest(), e820, tables.rsdp(), content)
         .map_err(|error| BuildError::of("boot")(error.into()))?;
     Ok(Arc::new(DirectBoot::new(entry)))
-}
-
-fn open_console(
-    config: &SerialConfig,
-    chipset: &Chipset,
-) -> Result<(Console, Option<PathBuf>), BuildError> {
-    let output = match config {
-        SerialConfig::File { path } => FileOutput::append(path)
-            .map_err(|error| BuildError::of("serial.path")(format!("{}: {error}", path.display()).into()))?,
-        _ => FileOutput::none(),
-    };
-    Ok((Console::new(chipset.serial.clone(), Box::new(output)), None))
 }

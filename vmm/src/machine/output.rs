@@ -1,43 +1,60 @@
-//! Back ends of the serial port that need nothing but a file.
+//! Opens the serial port's back end.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
-use std::os::fd::RawFd;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::PathBuf;
 
+use drover_api::definition::SerialConfig;
+use drover_api::server::bind_socket;
+use drover_devices::platform::console::{
+    FileConsole, Nowhere, PtyConsole, SocketConsole, StdioConsole,
+};
 use drover_devices::platform::serial::SerialOutput;
 
-/// Appends to a file, or drops everything.
-pub(super) struct FileOutput(Option<File>, u64);
+use super::BuildError;
+use crate::process::RawTerminal;
 
-impl FileOutput {
-    pub(super) fn none() -> Self {
-        Self(None, 0)
-    }
-
-    pub(super) fn append(path: &Path) -> io::Result<Self> {
-        let file = OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
-        Ok(Self(Some(file), 0))
-    }
+/// An open back end.
+pub(super) struct SerialBackEnd {
+    pub(super) output: Box<dyn SerialOutput>,
+    /// The pseudo-terminal to open.
+    pub(super) pty: Option<PathBuf>,
+    /// The process's terminal, raw as long as the VM has it.
+    pub(super) terminal: Option<RawTerminal>,
 }
 
-impl SerialOutput for FileOutput {
-    fn write(&mut self, bytes: &[u8]) {
-        if let Some(file) = &mut self.0
-            && file.write_all(bytes).is_err()
-        {
-            self.1 = self.1.saturating_add(bytes.len() as u64);
+impl SerialBackEnd {
+    pub(super) fn open(config: &SerialConfig) -> Result<Self, BuildError> {
+        let plain = |output| Self { output, pty: None, terminal: None };
+        match config {
+            SerialConfig::None => Ok(plain(Box::new(Nowhere))),
+            SerialConfig::File { path } => {
+                let file = FileConsole::open(path).map_err(|error| {
+                    BuildError::of("serial.path")(format!("{}: {error}", path.display()).into())
+                })?;
+                Ok(plain(Box::new(file)))
+            }
+            SerialConfig::Stdio => {
+                let stdio = StdioConsole::new()
+                    .map_err(|error| BuildError::of("serial")(format!("stdio: {error}").into()))?;
+                let terminal = RawTerminal::enter().map_err(|error| {
+                    BuildError::of("serial")(format!("the terminal: {error}").into())
+                })?;
+                Ok(Self { terminal, ..plain(Box::new(stdio)) })
+            }
+            SerialConfig::Pty => {
+                let pty = PtyConsole::open()
+                    .map_err(|error| BuildError::of("serial")(format!("pty: {error}").into()))?;
+                let path = pty.path().to_owned();
+                Ok(Self { pty: Some(path), ..plain(Box::new(pty)) })
+            }
+            SerialConfig::Socket { path, scrollback } => {
+                let (listener, guard) = bind_socket(path)
+                    .map_err(|error| BuildError::of("serial.path")(error.into()))?;
+                let kept = usize::try_from(scrollback.0).unwrap_or(usize::MAX);
+                let socket = SocketConsole::new(listener, kept, guard).map_err(|error| {
+                    BuildError::of("serial.path")(format!("{}: {error}", path.display()).into())
+                })?;
+                Ok(plain(Box::new(socket)))
+            }
         }
-    }
-
-    fn descriptors(&self) -> Vec<RawFd> {
-        Vec::new()
-    }
-
-    fn ready(&mut self, _descriptor: RawFd, _room: usize, _input: &mut Vec<u8>) {}
-
-    fn dropped(&self) -> u64 {
-        self.1
     }
 }

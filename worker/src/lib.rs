@@ -29,6 +29,7 @@ mod state;
 mod timeline;
 mod view;
 mod vmm;
+mod yaml;
 
 pub use create::{Created, Goal, create, restart};
 pub use delete::{Deleted, End, delete};

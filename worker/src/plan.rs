@@ -12,6 +12,7 @@ use drover_api::definition::{
     ImageFormat, NetConfig, SerialConfig, TapConfig, VmConfig,
 };
 use drover_block::{Format, image};
+use serde_json::Value;
 
 use crate::definition::{NetworkConfig, WorkerConfig};
 use crate::error::Error;
@@ -19,6 +20,7 @@ use crate::identity::Identity;
 use crate::netlink;
 use crate::seed::{self, SeedError};
 use crate::state::{RECORD_VERSION, Record, StateDir, WorkerDir};
+use crate::yaml;
 
 /// Larger definitions and user-data files are not read.
 const TEXT_MAX: u64 = 1 << 20;
@@ -371,11 +373,11 @@ fn seed_disk(dir: &WorkerDir) -> DiskConfig {
 
 /// The VM as `vm.yaml` holds it.
 pub(crate) fn vm_yaml(vm: &VmConfig) -> Result<String, Error> {
-    // By way of JSON, since serde's YAML would write enums as tags, which definitions do not have.
-    let written = serde_json::to_value(vm)
-        .map_err(|error| error.to_string())
-        .and_then(|value| serde_norway::to_string(&value).map_err(|error| error.to_string()));
-    written.map_err(|reason| DefinitionError::whole(reason).into())
+    match serde_json::to_value(vm) {
+        Ok(Value::Object(fields)) => Ok(yaml::document(&fields)),
+        Ok(_) => Err(DefinitionError::whole("a VM is not a mapping").into()),
+        Err(error) => Err(DefinitionError::whole(error.to_string()).into()),
+    }
 }
 
 /// Reads a `vm.yaml` that [`vm_yaml`] wrote.

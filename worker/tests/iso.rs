@@ -55,11 +55,11 @@ fn names() -> impl Strategy<Value = String> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(200))]
+    #![proptest_config(ProptestConfig::with_cases(100))]
 
     #[test]
     fn any_files_read_back_in_both_trees(
-        files in prop::collection::btree_map(names(), prop::collection::vec(any::<u8>(), 0..5000), 0..40)
+        files in prop::collection::btree_map(names(), prop::collection::vec(any::<u8>(), 0..3000), 0..30)
     ) {
         let read = iso_reader::read(&image(&files)).unwrap();
         prop_assert_eq!(&read.label, "cidata");
@@ -75,7 +75,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(8))]
+    #![proptest_config(ProptestConfig::with_cases(4))]
 
     #[test]
     fn isoinfo_reads_any_files_byte_for_byte(
@@ -145,10 +145,9 @@ fn xorriso_and_libarchive_read_the_image() {
     );
     assert_eq!(listing.matches("/user-data").count(), 1, "{listing}");
     let listing = run("bsdtar", &["-tf", &path]);
-    assert_eq!(
-        listing.lines().collect::<Vec<_>>(),
-        [".", "meta-data", "network-config", "user-data"]
-    );
+    let mut names: Vec<_> = listing.lines().collect();
+    names.sort_unstable();
+    assert_eq!(names, [".", "meta-data", "network-config", "user-data"]);
     run(
         "bsdtar",
         &["-xf", &path, "-C", folder.path().to_str().unwrap()],

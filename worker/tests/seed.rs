@@ -39,7 +39,10 @@ fn the_same_definition_gives_the_same_bytes_on_every_machine() {
         .iter()
         .map(|byte| format!("{byte:02x}"))
         .collect();
-    assert_eq!(hash, "GOLDEN");
+    assert_eq!(
+        hash,
+        "af74c1a87ab0eb9d83d9d9dfca3ae646346ca81f6cf72f4f4f80490a510757d4"
+    );
 }
 
 #[test]

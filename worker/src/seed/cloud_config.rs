@@ -5,10 +5,11 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{SeedError, yaml};
+use super::SeedError;
 use crate::definition::{JoinConfig, WorkerConfig};
 use crate::join;
 use crate::milestone::Milestone;
+use crate::yaml;
 
 /// Where kubeadm finds its configuration in the guest.
 pub const JOIN_PATH: &str = "/etc/kubeadm/join.yaml";

@@ -11,7 +11,6 @@
 mod cloud_config;
 pub mod iso;
 mod network;
-mod yaml;
 
 use drover_api::definition::parse_as;
 use serde_json::{Map, Value, json};
@@ -21,6 +20,7 @@ pub use cloud_config::JOIN_PATH;
 use self::iso::{IsoError, IsoFile};
 use crate::definition::WorkerConfig;
 use crate::identity::Identity;
+use crate::yaml;
 
 /// The label by which cloud-init finds a seed.
 const LABEL: &str = "cidata";

@@ -11,7 +11,7 @@ use serde_json::{Map, Number, Value};
 const RESERVED: [&str; 9] = ["y", "n", "yes", "no", "on", "off", "true", "false", "null"];
 
 /// `mapping` as a YAML document.
-pub(super) fn document(mapping: &Map<String, Value>) -> String {
+pub(crate) fn document(mapping: &Map<String, Value>) -> String {
     let mut text = String::new();
     if mapping.is_empty() {
         text.push_str("{}\n");

@@ -43,6 +43,9 @@ pub trait SerialOutput: Send {
     /// stays unread until the guest has room.
     fn ready(&mut self, descriptor: RawFd, room: usize, input: &mut Vec<u8>);
 
+    /// Stops reporting input while the guest has no room for it (`held`), or begins again; clients and output are served all the same.
+    fn hold_input(&mut self, _held: bool) {}
+
     /// Bytes dropped so far because a reader was too slow.
     fn dropped(&self) -> u64 {
         0

@@ -138,8 +138,10 @@ impl Net {
         if pairs > 1 {
             offered |= feature::MQ;
         }
-        for tap in taps.iter().skip(1) {
-            tap.set_attached(false)?;
+        // The kernel lets nobody wait for a queue that is detached, but one who waited before is not forgotten: the threads start
+        // while all queues are attached.
+        for tap in &taps {
+            tap.set_attached(true)?;
         }
         let shared = Arc::new(Shared::new(options.mac));
         let metrics = Arc::new(NetMetrics::default());
@@ -153,6 +155,9 @@ impl Net {
                 Worker::spawn(threads, &name, ThreadRole::Net, Box::new(pair))
             })
             .collect::<io::Result<_>>()?;
+        for tap in taps.iter().skip(1) {
+            tap.set_attached(false)?;
+        }
         let queue_sizes = vec![options.queue_size; usize::from(pairs) * 2 + 1];
         Ok(Self {
             options,

@@ -116,14 +116,10 @@ impl Service for Pair {
 
     fn source_ready(&mut self) -> Progress {
         self.readable = true;
-        let sent = if self.tx.is_blocked() {
-            self.transmit()
-        } else {
-            Progress::Idle
-        };
+        let sent = if self.tx.is_unfinished() { self.transmit() } else { Progress::Idle };
         match (self.receive(), sent) {
             (Progress::Idle, Progress::Idle) => Progress::Idle,
-            // Calling again costs one read that finds the tap empty.
+            // Calling again costs one read that may find the tap empty.
             _ => Progress::More,
         }
     }

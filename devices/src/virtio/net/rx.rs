@@ -11,6 +11,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use crate::virtio::memory::{GuestSlice, MAX_SLICES, copy_to_guest, read_vectored, translate};
 use crate::virtio::net::bits::{HEADER_BYTES, MAX_FRAME_BYTES, NUM_BUFFERS_OFFSET, feature};
@@ -202,8 +203,8 @@ impl RxQueue {
 
     /// Makes available chains posted until they hold `wanted` bytes, or no more are there.
     fn post(&mut self, queue: &mut GuestQueue, wanted: usize) {
+        let memory = Arc::clone(queue.memory());
         while self.posted_bytes < wanted && self.posted.len() < usize::from(queue.size()) {
-            let memory = std::sync::Arc::clone(queue.memory());
             let Some(chain) = queue.pop(&memory) else {
                 return;
             };

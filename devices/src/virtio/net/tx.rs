@@ -122,7 +122,7 @@ pub(super) struct TxQueue {
     features: u64,
     /// For one system call; kept for its allocation.
     slices: Vec<GuestSlice>,
-    blocked: bool,
+    unfinished: bool,
 }
 
 impl TxQueue {
@@ -131,7 +131,7 @@ impl TxQueue {
             queue: None,
             features: 0,
             slices: Vec::new(),
-            blocked: false,
+            unfinished: false,
         }
     }
 
@@ -141,12 +141,12 @@ impl TxQueue {
 
     pub(super) fn set_queue(&mut self, queue: Option<GuestQueue>) {
         self.queue = queue;
-        self.blocked = false;
+        self.unfinished = false;
     }
 
-    /// Whether the host could take no more; its next event will tell when it can.
-    pub(super) fn is_blocked(&self) -> bool {
-        self.blocked
+    /// Whether the driver has more to send, which the last turn did not get to or the host did not take.
+    pub(super) fn is_unfinished(&self) -> bool {
+        self.unfinished
     }
 
     /// Transmits until the driver has nothing more to send, the host takes no more, or the turn is over.
@@ -156,7 +156,7 @@ impl TxQueue {
         };
         queue.silence();
         let memory = Arc::clone(queue.memory());
-        self.blocked = false;
+        self.unfinished = true;
         let mut frames = 0;
         let progress = loop {
             if frames == TURN {
@@ -166,6 +166,7 @@ impl TxQueue {
                 if queue.listen() {
                     continue;
                 }
+                self.unfinished = false;
                 break Progress::Idle;
             };
             frames += 1;
@@ -173,7 +174,6 @@ impl TxQueue {
             match parse(&memory, chain, self.features, &mut self.slices) {
                 Ok(header) => {
                     if !self.send(tap, &memory, header, metrics) {
-                        self.blocked = true;
                         queue.unpop();
                         break Progress::Idle;
                     }

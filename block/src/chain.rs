@@ -95,8 +95,8 @@ impl Chain {
         let file = BlockFile::open(&top.path, top.cache, !spec.read_only)?;
         opener.push(file, top.format, access)?;
         match &spec.backing {
-            Backing::Explicit(layers) => opener.explicit(layers)?,
-            Backing::FromHeader { cache } => opener.from_headers(&top.path, *cache)?,
+            Backing::Explicit(layers) => opener.open_listed(layers)?,
+            Backing::FromHeader { cache } => opener.open_named(&top.path, *cache)?,
         }
         let mut layers = opener.layers;
         let last = layers.len() - 1;
@@ -261,7 +261,7 @@ impl Opener {
         self.layers.last()
     }
 
-    fn explicit(&mut self, layers: &[Layer]) -> Result<(), Error> {
+    fn open_listed(&mut self, layers: &[Layer]) -> Result<(), Error> {
         for layer in layers {
             if let Some(above) = self.last() {
                 check_stated(above, layer)?;
@@ -286,7 +286,7 @@ impl Opener {
         ))
     }
 
-    fn from_headers(&mut self, top: &Path, cache: Cache) -> Result<(), Error> {
+    fn open_named(&mut self, top: &Path, cache: Cache) -> Result<(), Error> {
         let parent = top.parent().filter(|p| !p.as_os_str().is_empty());
         let root_path = parent.unwrap_or(Path::new("."));
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;

@@ -214,7 +214,7 @@ impl TestDisk {
 /// Opens a disk that must be refused; the message, which must be one line naming the file.
 #[track_caller]
 pub(crate) fn refusal(spec: &DiskSpec) -> String {
-    let error: Error = Disk::open(spec).err().expect("the disk must be refused");
+    let error: Error = Disk::open(spec).expect_err("the disk must be refused");
     let message = error.to_string();
     assert_eq!(message.lines().count(), 1, "{message}");
     assert!(

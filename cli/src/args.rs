@@ -19,6 +19,9 @@ pub(crate) struct Cli {
     /// How results are printed.
     #[arg(long, global = true, value_enum, default_value_t = OutputMode::Text, value_name = "FORM")]
     pub(crate) output: OutputMode,
+    /// Where workers live [default: $XDG_STATE_HOME/drover or ~/.local/state/drover].
+    #[arg(long, global = true, value_name = "DIR")]
+    pub(crate) state_dir: Option<PathBuf>,
     /// What to do.
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -44,15 +47,7 @@ pub(crate) enum Command {
     #[command(subcommand)]
     Image(Image),
     /// Say whether this host is ready, and how to mend what is not.
-    Doctor(State),
-}
-
-/// Where workers live.
-#[derive(Clone, Debug, Args)]
-pub(crate) struct State {
-    /// Where workers live [default: $XDG_STATE_HOME/drover or ~/.local/state/drover].
-    #[arg(long, value_name = "DIR")]
-    pub(crate) state_dir: Option<PathBuf>,
+    Doctor,
 }
 
 #[derive(Debug, Args)]
@@ -60,7 +55,7 @@ pub(crate) struct Run {
     /// The definition of the VM, YAML or JSON.
     #[arg(short, long, value_name = "FILE")]
     pub(crate) file: PathBuf,
-    /// The API's socket [default: a new one in the temporary folder].
+    /// Serve the API on this socket; none where absent.
     #[arg(long, value_name = "PATH")]
     pub(crate) api_socket: Option<PathBuf>,
 }
@@ -72,7 +67,7 @@ pub(crate) enum Worker {
     /// Start a worker that does not run.
     Start(WorkerName),
     /// List all workers.
-    List(State),
+    List,
     /// Show one worker.
     Show(WorkerName),
     /// Connect this terminal to a worker's first serial port.
@@ -85,8 +80,6 @@ pub(crate) enum Worker {
 pub(crate) struct WorkerName {
     /// The worker's name.
     pub(crate) name: String,
-    #[command(flatten)]
-    pub(crate) state: State,
 }
 
 #[derive(Debug, Args)]
@@ -108,8 +101,6 @@ pub(crate) struct WorkerCreate {
     /// With --wait joined: show the guest's console meanwhile, on standard error.
     #[arg(long)]
     pub(crate) follow: bool,
-    #[command(flatten)]
-    pub(crate) state: State,
 }
 
 /// When `worker create` returns.
@@ -131,8 +122,6 @@ pub(crate) struct WorkerDelete {
     /// How long the guest may take to power off before it is forced, seconds.
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "60")]
     pub(crate) timeout: Duration,
-    #[command(flatten)]
-    pub(crate) state: State,
 }
 
 #[derive(Debug, Subcommand)]

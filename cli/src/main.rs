@@ -12,16 +12,25 @@ mod output;
 use std::process::ExitCode;
 
 use clap::Parser;
+use drover_worker::StateDir;
 
 use crate::args::{Cli, Command};
+use crate::failure::Failure;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    let result = match cli.command {
+    let Cli {
+        output,
+        state_dir,
+        command,
+    } = Cli::parse();
+    let state = || StateDir::new(state_dir.as_deref()).map_err(Failure::from);
+    let result = match command {
         Command::Run(run) => commands::run::run(&run),
-        Command::Worker(worker) => commands::worker::run(worker, cli.output),
-        Command::Image(image) => commands::image::run(image, cli.output),
-        Command::Doctor(state) => commands::doctor::run(&state, cli.output),
+        Command::Worker(worker) => {
+            state().and_then(|state| commands::worker::run(worker, &state, output))
+        }
+        Command::Image(image) => commands::image::run(image, output),
+        Command::Doctor => state().and_then(|state| commands::doctor::run(&state, output)),
     };
     match result {
         Ok(code) => code,

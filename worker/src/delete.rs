@@ -6,7 +6,7 @@ use drover_api::types::ShutdownRequest;
 
 use crate::error::Error;
 use crate::netlink;
-use crate::process;
+use crate::process::{self, Process};
 use crate::state::{StateDir, WorkerDir};
 use crate::vmm;
 
@@ -52,7 +52,14 @@ pub fn delete(state: &StateDir, name: &str, end: End) -> Result<Deleted, Error> 
     let Some(locked) = state.lock(&dir)? else {
         return Ok(Deleted::Absent);
     };
-    let how = stop(&dir, end)?;
+    let how = match process::find(&dir) {
+        None => Deleted::Stopped,
+        Some(process) => {
+            let how = stop(&dir, &process, end)?;
+            process.wait_until_reaped();
+            how
+        }
+    };
     // A worker that was damaged by hand has no record; the folder is removed all the same.
     if let Ok(record) = dir.record(state)
         && let Some(tap) = &record.tap
@@ -63,10 +70,7 @@ pub fn delete(state: &StateDir, name: &str, end: End) -> Result<Deleted, Error> 
     Ok(how)
 }
 
-fn stop(dir: &WorkerDir, end: End) -> Result<Deleted, Error> {
-    let Some(process) = process::find(dir) else {
-        return Ok(Deleted::Stopped);
-    };
+fn stop(dir: &WorkerDir, process: &Process, end: End) -> Result<Deleted, Error> {
     if let End::Shutdown { timeout } = end {
         let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
         let began = Instant::now();

@@ -10,16 +10,17 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::state::WorkerDir;
 
 /// How long a process may take to end after SIGKILL (it may have to finish a disk request first).
 const KILL_DEADLINE: Duration = Duration::from_secs(30);
+/// How long the parent of an ended process (usually init) is given to take note of it.
+const REAP_DEADLINE: Duration = Duration::from_millis(500);
 
 /// Which process: ids are reused, start times with them are not.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ProcessId {
     /// Process id.
     pub(crate) pid: i32,
@@ -84,6 +85,15 @@ impl Process {
         }
     }
 
+    /// Waits until an ended process has left the process table; a parent that takes no note of its children is not waited for.
+    pub(crate) fn wait_until_reaped(&self) {
+        let deadline = Instant::now() + REAP_DEADLINE;
+        while Path::new("/proc").join(self.id.pid.to_string()).exists() && Instant::now() < deadline
+        {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
     /// Ends it by force and waits until it is gone.
     ///
     /// # Errors
@@ -106,20 +116,25 @@ impl Process {
     }
 }
 
-/// Remembers the process of a worker.
+/// Remembers the process of a worker: its id and its start, in a line.
 pub(crate) fn remember(dir: &WorkerDir, id: ProcessId) -> Result<(), Error> {
     let path = dir.pid_file();
-    let text = serde_json::to_vec(&id).map_err(|error| Error::io("write", &path)(error.into()))?;
-    fs::write(&path, text).map_err(Error::io("write", &path))
+    fs::write(&path, format!("{} {}\n", id.pid, id.start_ticks)).map_err(Error::io("write", &path))
 }
 
 /// The running VMM of a worker: the one that was remembered, or, should its starter have been killed before it could write that
 /// down, the one that serves the worker's API socket by its own command line.
 #[must_use]
 pub(crate) fn find(dir: &WorkerDir) -> Option<Process> {
-    let remembered = fs::read(dir.pid_file())
+    let remembered = fs::read_to_string(dir.pid_file())
         .ok()
-        .and_then(|text| serde_json::from_slice::<ProcessId>(&text).ok())
+        .and_then(|text| {
+            let (pid, start_ticks) = text.trim().split_once(' ')?;
+            Some(ProcessId {
+                pid: pid.parse().ok()?,
+                start_ticks: start_ticks.parse().ok()?,
+            })
+        })
         .and_then(ProcessId::open);
     remembered.or_else(|| find_by_socket(&dir.api_socket()))
 }

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use drover_worker::StateDir;
 use serde::Serialize;
 
-use crate::args::{OutputMode, State};
+use crate::args::OutputMode;
 use crate::failure::Failure;
 use crate::output;
 
@@ -70,9 +70,8 @@ impl Finding {
 }
 
 /// Looks at everything and says how it stands; exit code 1 if no worker can run.
-pub(crate) fn run(args: &State, mode: OutputMode) -> Result<ExitCode, Failure> {
-    let state = StateDir::new(args.state_dir.as_deref())?;
-    let findings = checks::all(&state);
+pub(crate) fn run(state: &StateDir, mode: OutputMode) -> Result<ExitCode, Failure> {
+    let findings = checks::all(state);
     output::print(mode, &findings, |findings| {
         let rows: Vec<Vec<String>> = findings
             .iter()

@@ -8,29 +8,25 @@ use drover_worker::{
 };
 use serde::Serialize;
 
-use crate::args::{OutputMode, State, WaitFor, Worker, WorkerCreate, WorkerDelete};
+use crate::args::{OutputMode, WaitFor, Worker, WorkerCreate, WorkerDelete};
 use crate::commands::console;
 use crate::failure::Failure;
 use crate::output::{self, Progress};
 
-pub(crate) fn run(command: Worker, mode: OutputMode) -> Result<ExitCode, Failure> {
+pub(crate) fn run(
+    command: Worker,
+    state: &StateDir,
+    mode: OutputMode,
+) -> Result<ExitCode, Failure> {
     match command {
-        Worker::Create(args) => create_worker(&args, mode)?,
-        Worker::Start(args) => start_worker(&open(&args.state)?, &args.name, mode)?,
-        Worker::List(args) => {
-            output::print(mode, &list(&open(&args)?)?, |views| list_table(views))?;
-        }
-        Worker::Show(args) => {
-            output::print(mode, &show(&open(&args.state)?, &args.name)?, details)?;
-        }
-        Worker::Console(args) => return console::run(&open(&args.state)?, &args.name),
-        Worker::Delete(args) => delete_worker(&args, mode)?,
+        Worker::Create(args) => create_worker(&args, state, mode)?,
+        Worker::Start(args) => start_worker(state, &args.name, mode)?,
+        Worker::List => output::print(mode, &list(state)?, |views| list_table(views))?,
+        Worker::Show(args) => output::print(mode, &show(state, &args.name)?, details)?,
+        Worker::Console(args) => return console::run(state, &args.name),
+        Worker::Delete(args) => delete_worker(&args, state, mode)?,
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn open(args: &State) -> Result<StateDir, Failure> {
-    Ok(StateDir::new(args.state_dir.as_deref())?)
 }
 
 /// What `worker create` prints.
@@ -42,8 +38,7 @@ struct CreateReport {
     timeline: Vec<Reached>,
 }
 
-fn create_worker(args: &WorkerCreate, mode: OutputMode) -> Result<(), Failure> {
-    let state = open(&args.state)?;
+fn create_worker(args: &WorkerCreate, state: &StateDir, mode: OutputMode) -> Result<(), Failure> {
     let goal = match args.wait {
         _ if args.no_start => Goal::Provisioned,
         WaitFor::Started => Goal::Started,
@@ -53,7 +48,7 @@ fn create_worker(args: &WorkerCreate, mode: OutputMode) -> Result<(), Failure> {
     };
     let definition = Definition::load(&args.file)?;
     let mut progress = Progress::new(mode, "making the disk and the seed", args.follow);
-    let result = create(&state, &args.name, &definition, goal, &mut progress);
+    let result = create(state, &args.name, &definition, goal, &mut progress);
     progress.finish();
     let Created {
         record,
@@ -169,8 +164,7 @@ struct DeleteReport<'a> {
     was: &'static str,
 }
 
-fn delete_worker(args: &WorkerDelete, mode: OutputMode) -> Result<(), Failure> {
-    let state = open(&args.state)?;
+fn delete_worker(args: &WorkerDelete, state: &StateDir, mode: OutputMode) -> Result<(), Failure> {
     let end = if args.force {
         End::Force
     } else {
@@ -183,7 +177,7 @@ fn delete_worker(args: &WorkerDelete, mode: OutputMode) -> Result<(), Failure> {
         &format!("waiting for {} to power off", args.name),
         false,
     );
-    let result = delete(&state, &args.name, end);
+    let result = delete(state, &args.name, end);
     progress.finish();
     let (was, text) = match result? {
         Deleted::Absent => ("absent", "was not there"),

@@ -3,11 +3,20 @@
 //! A device checks a guest's address and length here, once, and gets [`GuestSlice`]s that cannot be wrong afterwards. The kernel (never
 //! Rust code) then reads and writes through them, so what the guest does to the same bytes meanwhile cannot break a Rust reference.
 //! This module, and no other in the devices' hot paths, turns such pointers into system calls.
+//!
+//! A slice does not keep its memory mapped. The functions here take the memory besides, and their one rule is that it is the memory
+//! which the slices were translated from. Devices keep slices beside the queue that holds that memory, and drop both together.
+
+#![allow(unsafe_code)]
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::Arc;
 
+use drover_block::{Buffers, RawSlice};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+use crate::GuestMemory;
 
 /// One piece of guest memory, contiguous in the VMM's address space. Valid as long as the guest memory it came from stays mapped.
 #[derive(Clone, Copy)]
@@ -124,7 +133,7 @@ pub const MAX_SLICES: usize = 1024;
 ///
 /// # Errors
 /// As readv(2); more than [`MAX_SLICES`] pieces (with the overflow) are refused by the kernel.
-pub fn read_vectored(
+pub(crate) fn read_vectored(
     file: BorrowedFd<'_>,
     _memory: &GuestMemoryMmap<()>,
     slices: &mut Vec<GuestSlice>,
@@ -147,7 +156,7 @@ pub fn read_vectored(
 ///
 /// # Errors
 /// As writev(2); more than [`MAX_SLICES`] pieces (with the head) are refused by the kernel.
-pub fn write_vectored(
+pub(crate) fn write_vectored(
     file: BorrowedFd<'_>,
     _memory: &GuestMemoryMmap<()>,
     head: &mut [u8],
@@ -170,7 +179,11 @@ pub fn write_vectored(
 
 /// Copies bytes into guest memory, in order, as far as the pieces reach. Returns how many.
 #[must_use]
-pub fn copy_to_guest(_memory: &GuestMemoryMmap<()>, bytes: &[u8], slices: &[GuestSlice]) -> usize {
+pub(crate) fn copy_to_guest(
+    _memory: &GuestMemoryMmap<()>,
+    bytes: &[u8],
+    slices: &[GuestSlice],
+) -> usize {
     let mut copied = 0;
     for slice in slices {
         let rest = bytes.get(copied..).unwrap_or_default();
@@ -183,8 +196,24 @@ pub fn copy_to_guest(_memory: &GuestMemoryMmap<()>, bytes: &[u8], slices: &[Gues
     copied
 }
 
+/// Guest memory as a disk takes it. `slices` must come from [`translate`] of this `memory`, which stays mapped until the disk is done.
+#[must_use]
+pub(crate) fn disk_buffers(slices: &[GuestSlice], memory: &GuestMemory) -> Buffers {
+    let slices = slices
+        .iter()
+        .map(|slice| RawSlice::new(slice.as_ptr(), slice.len()))
+        .collect();
+    let owner: GuestMemory = Arc::clone(memory);
+    // SAFETY: the slices lie in this guest memory, which stays mapped while `owner` lives; no Rust reference to it is ever made.
+    unsafe { Buffers::from_raw(slices, owner) }
+}
+
 /// Appends a copy of guest memory to `bytes`.
-pub fn copy_from_guest(_memory: &GuestMemoryMmap<()>, slices: &[GuestSlice], bytes: &mut Vec<u8>) {
+pub(crate) fn copy_from_guest(
+    _memory: &GuestMemoryMmap<()>,
+    slices: &[GuestSlice],
+    bytes: &mut Vec<u8>,
+) {
     for slice in slices {
         let start = bytes.len();
         bytes.resize(start + slice.len(), 0);

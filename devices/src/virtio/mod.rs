@@ -8,6 +8,15 @@
 //!
 //! The transport owns feature negotiation, queue addresses and vectors; a device owns its configuration space and serves queues.
 //! Reset and re-activation, and drivers that enable n of N queues, are ordinary paths: nothing is sized by what could be enabled.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`pci`] | the transport |
+//! | [`worker`] | the thread of a device: one wait point, reset and activation as messages |
+//! | [`queue`] | a virtqueue as the thread that serves it sees it |
+//! | [`memory`] | checked pieces of guest memory and the system calls on them; with `net::sys`, all the `unsafe` there is |
+//! | [`block`], [`net`], [`rng`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
+#![deny(unsafe_code)]
 
 pub mod block;
 pub mod memory;

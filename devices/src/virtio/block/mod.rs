@@ -26,9 +26,7 @@ use crate::thread::{ThreadRole, Threads};
 use crate::virtio::block::bits::{Config, ID_BYTES, SECTOR_BYTES, feature};
 use crate::virtio::block::metrics::BlockMetrics;
 use crate::virtio::block::queue::{Engine, Server};
-use crate::virtio::block::request::{
-    Limits, MAX_DISCARD_SECTORS, MAX_DISCARD_SEGMENTS, Parser,
-};
+use crate::virtio::block::request::{Limits, MAX_DISCARD_SECTORS, MAX_DISCARD_SEGMENTS, Parser};
 use crate::virtio::block::state::BlockState;
 use crate::virtio::net::thread_name;
 use crate::virtio::queue::RING_FEATURES;
@@ -151,11 +149,8 @@ impl Block {
 }
 
 fn offered(limits: &Limits, options: &BlockOptions) -> u64 {
-    let mut features = RING_FEATURES
-        | feature::SEG_MAX
-        | feature::BLK_SIZE
-        | feature::TOPOLOGY
-        | feature::FLUSH;
+    let mut features =
+        RING_FEATURES | feature::SEG_MAX | feature::BLK_SIZE | feature::TOPOLOGY | feature::FLUSH;
     if options.queues > 1 {
         features |= feature::MQ;
     }
@@ -178,7 +173,10 @@ fn config(limits: &Limits, options: &BlockOptions) -> Config {
     let mut config = Config {
         capacity: limits.capacity_sectors.to_le_bytes(),
         // A request takes two descriptors more than its data.
-        seg_max: u32::from(options.queue_size).saturating_sub(2).max(1).to_le_bytes(),
+        seg_max: u32::from(options.queue_size)
+            .saturating_sub(2)
+            .max(1)
+            .to_le_bytes(),
         blk_size: u32::try_from(SECTOR_BYTES).unwrap_or(512).to_le_bytes(),
         physical_block_exp: u8::try_from(blocks.ilog2()).unwrap_or(0),
         min_io_size: u16::try_from(blocks).unwrap_or(1).to_le_bytes(),
@@ -217,8 +215,20 @@ impl VirtioDevice for Block {
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let Activation { memory, features, queues, interrupt } = activation;
-        self.worker.activate(Session { memory, features, interrupt }, queues)
+        let Activation {
+            memory,
+            features,
+            queues,
+            interrupt,
+        } = activation;
+        self.worker.activate(
+            Session {
+                memory,
+                features,
+                interrupt,
+            },
+            queues,
+        )
     }
 
     fn reset(&mut self) -> Box<dyn Pending> {

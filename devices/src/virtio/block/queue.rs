@@ -11,14 +11,14 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use drover_block::{Buffers, Completion, Disk, IoError, Op, RawSlice};
+use drover_block::{Completion, Disk, IoError, Op};
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::GuestMemory;
 use crate::virtio::block::bits::{ID_BYTES, feature, status};
 use crate::virtio::block::metrics::{BlockMetrics, count};
 use crate::virtio::block::request::{BadRequest, DiskRange, Operation, Parser, Request};
-use crate::virtio::memory::{GuestSlice, copy_to_guest};
+use crate::virtio::memory::{copy_to_guest, disk_buffers};
 use crate::virtio::queue::GuestQueue;
 use crate::virtio::worker::{Progress, Scope, Service, Watch};
 
@@ -209,7 +209,7 @@ impl Server {
                 slot.flush_after = false;
                 let op = (data_bytes > 0).then(|| Op::Read {
                     offset,
-                    buffers: guest_buffers(data, memory),
+                    buffers: disk_buffers(data, memory),
                 });
                 (op, Vec::new())
             }
@@ -217,7 +217,7 @@ impl Server {
                 slot.kind = Kind::Write;
                 let op = (data_bytes > 0).then(|| Op::Write {
                     offset,
-                    buffers: guest_buffers(data, memory),
+                    buffers: disk_buffers(data, memory),
                 });
                 (op, Vec::new())
             }
@@ -368,18 +368,6 @@ impl Server {
         }
         progress
     }
-}
-
-/// Guest memory as the disk takes it.
-fn guest_buffers(slices: &[GuestSlice], memory: &GuestMemory) -> Buffers {
-    let slices = slices
-        .iter()
-        .map(|slice| RawSlice::new(slice.as_ptr(), slice.len()))
-        .collect();
-    let owner: GuestMemory = Arc::clone(memory);
-    // SAFETY: the parser translated the slices from this guest memory, which stays mapped while `owner` lives; no Rust reference to
-    // guest memory is ever made.
-    unsafe { Buffers::from_raw(slices, owner) }
 }
 
 /// Operations on all ranges that are not empty.

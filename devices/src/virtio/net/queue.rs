@@ -116,7 +116,11 @@ impl Service for Pair {
 
     fn source_ready(&mut self) -> Progress {
         self.readable = true;
-        let sent = if self.tx.is_unfinished() { self.transmit() } else { Progress::Idle };
+        let sent = if self.tx.is_unfinished() {
+            self.transmit()
+        } else {
+            Progress::Idle
+        };
         match (self.receive(), sent) {
             (Progress::Idle, Progress::Idle) => Progress::Idle,
             // Calling again costs one read that may find the tap empty.

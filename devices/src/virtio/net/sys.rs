@@ -1,5 +1,7 @@
 //! The system calls on /dev/net/tun and on an interface by name, as `linux/if_tun.h` and netdevice(7) define them.
 
+#![allow(unsafe_code)]
+
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 

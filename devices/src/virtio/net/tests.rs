@@ -3,6 +3,8 @@
 //! The host's side of the tap is a packet socket. Frames are of an EtherType reserved for experiments, so that what the host's own
 //! protocols send is told apart. Without root there is no namespace, and these tests say that they were skipped.
 
+#![allow(unsafe_code)]
+
 use std::io;
 use std::mem::size_of;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};

@@ -3,8 +3,7 @@
 use drover_arch::cpuid::CpuidPolicy;
 use drover_arch::topology::Topology;
 use kvm_bindings::{
-    CpuId, KVM_MAX_CPUID_ENTRIES, kvm_fpu, kvm_msr_entry, kvm_pit_config,
-    kvm_userspace_memory_region,
+    CpuId, KVM_MAX_CPUID_ENTRIES, kvm_msr_entry, kvm_pit_config, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Kvm, VcpuExit};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
@@ -17,6 +16,8 @@ const RAM: usize = 64 << 10;
 const CODE: u64 = 0x1000;
 const COUNTER: u64 = 0x2000;
 const PORT: u16 = 0x10;
+/// Offset of XMM3 in the XSAVE area.
+const XMM3: usize = 160 + 3 * 16;
 /// `next: inc word [0x2000]; inc ax; out 0x10, ax; jmp next`
 const COUNT: [u8; 9] = [0xFF, 0x06, 0x00, 0x20, 0x40, 0xE7, 0x10, 0xEB, 0xF7];
 
@@ -182,9 +183,11 @@ fn every_piece_of_two_vcpus_arrives_in_the_other_vm() {
         let mut sregs = vcpu.get_sregs().unwrap();
         (sregs.cr2, sregs.ds.base) = (u64::from(mark) << 12, u64::from(mark) << 4);
         vcpu.set_sregs(&sregs).unwrap();
-        let mut fpu: kvm_fpu = vcpu.get_fpu().unwrap();
-        (fpu.xmm[3], fpu.fcw) = ([mark; 16], 0x27F);
-        vcpu.set_fpu(&fpu).unwrap();
+        let mut xsave = raw::get_xsave(&guest.vm, vcpu).unwrap();
+        // XMM3, and the header's word that says that x87 and SSE state is not the initial one (Intel SDM 1 §13.4).
+        xsave[XMM3..XMM3 + 16].fill(mark);
+        xsave[512] |= 3;
+        raw::set_xsave(&guest.vm, vcpu, &xsave).unwrap();
         let mut debug = vcpu.get_debug_regs().unwrap();
         debug.db[1] = u64::from(mark) << 8;
         vcpu.set_debug_regs(&debug).unwrap();
@@ -211,7 +214,7 @@ fn every_piece_of_two_vcpus_arrives_in_the_other_vm() {
         assert_eq!(vcpu.registers.r15, mark);
         assert_eq!(vcpu.special.to_sregs().cr2, mark << 12);
         assert_eq!(vcpu.debug.db[1], mark << 8);
-        assert_eq!(vcpu.xsave[160 + 3 * 16], mark as u8);
+        assert_eq!(vcpu.xsave[XMM3], mark as u8);
         assert_eq!(vcpu.lapic[0x80], 0x20);
         assert!(vcpu.msrs.contains(&msrs::Msr {
             index: 0x176,
@@ -229,7 +232,7 @@ fn the_clock_stands_still_between_save_and_restore_or_advances_as_asked() {
     }
     let guest = Guest::new(&COUNT, 1);
     let state = guest.save();
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    std::thread::sleep(std::time::Duration::from_secs(1));
     let clock_after = |time| {
         let other = Guest::new(&COUNT, 1);
         state.restore(&other.vm, &other.vcpus, time).unwrap();
@@ -237,10 +240,10 @@ fn the_clock_stands_still_between_save_and_restore_or_advances_as_asked() {
         now.vm.clock.clock - state.vm.clock.clock
     };
     let stopped = clock_after(TimeInGuest::Stopped);
-    assert!(stopped < 250_000_000, "{stopped} ns passed");
+    assert!(stopped < 900_000_000, "{stopped} ns passed");
     let elapsed = clock_after(TimeInGuest::Elapses);
     if state.vm.clock.realtime.is_some() {
-        assert!(elapsed >= 300_000_000, "only {elapsed} ns passed");
+        assert!(elapsed >= 1_000_000_000, "only {elapsed} ns passed");
     } else {
         println!("skipped: this kernel's clock does not know the real time");
     }

@@ -22,8 +22,10 @@ use crate::virtio::memory::{copy_to_guest, disk_buffers};
 use crate::virtio::queue::GuestQueue;
 use crate::virtio::worker::{Progress, Scope, Service, Watch};
 
-/// Requests in one turn of a queue.
+/// Requests in one turn of a queue, and roughly their bytes. Answers are shown after each turn, so a disk that works synchronously must
+/// not keep the driver waiting for the first of many.
 const TURN: usize = 64;
+const TURN_BYTES: u64 = 128 << 10;
 
 /// What serves the requests: a disk, or in tests something that fails and dawdles on demand.
 pub(super) trait Engine: Send {
@@ -141,12 +143,13 @@ impl Server {
         lane.full = false;
         let memory = Arc::clone(lane.queue.memory());
         let mut requests = 0;
+        let mut bytes = 0;
         let progress = loop {
             if lane.under_way >= lane.queue.size() {
                 lane.full = true;
                 break Progress::Idle;
             }
-            if requests == TURN {
+            if requests == TURN || bytes >= TURN_BYTES {
                 break Progress::More;
             }
             let Some(chain) = lane.queue.pop(&memory) else {
@@ -158,7 +161,10 @@ impl Server {
             requests += 1;
             let head = chain.head_index();
             match self.parser.parse(&memory, chain) {
-                Ok(request) => self.start_request(&mut lane, head, request, &memory),
+                Ok(request) => {
+                    bytes += work(&request);
+                    self.start_request(&mut lane, head, request, &memory);
+                }
                 Err(BadRequest::Answer {
                     status: address,
                     code,
@@ -367,6 +373,15 @@ impl Server {
             }
         }
         progress
+    }
+}
+
+/// How much of a turn a request takes.
+fn work(request: &Request) -> u64 {
+    match request.operation {
+        Operation::Read { .. } | Operation::Write { .. } => request.data_bytes.into(),
+        Operation::GetId => 0,
+        Operation::Flush | Operation::Discard(_) | Operation::WriteZeroes(_) => TURN_BYTES,
     }
 }
 

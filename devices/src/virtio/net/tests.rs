@@ -878,6 +878,21 @@ fn the_configuration_tells_address_link_pairs_and_mtu() {
 }
 
 #[test]
+fn a_created_interface_is_gone_with_its_card() {
+    if !own_namespace() {
+        return;
+    }
+    let mut device = card("t0", 2);
+    let mut guest = Guest::new();
+    let (rx, mut tx) = (guest.queue(0, 16), guest.queue(1, 16));
+    let features = rx_features(&device);
+    activate(&mut device, &mut guest, features, &rx, &mut tx);
+    drop(device);
+    let request = sys::Ifreq::named("t0").unwrap();
+    assert_eq!(sys::interface_index(request).unwrap(), None);
+}
+
+#[test]
 fn thread_names_fit_their_fifteen_bytes() {
     assert_eq!(thread_name("net", "eth0", "-0"), "net-eth0-0");
     assert_eq!(

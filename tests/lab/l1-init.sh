@@ -2,6 +2,7 @@
 # PID 1 of the emulated KVM host: mounts, runs the job of the share, says how it ended, powers off.
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
 mkdir -p /dev/shm /dev/pts
+ln -s /proc/self/fd /dev/fd
 mount -t tmpfs tmp /tmp
 mount -t tmpfs run /run
 mount -t tmpfs shm /dev/shm

@@ -16,7 +16,7 @@ pub struct Console {
     output: Box<dyn SerialOutput>,
     /// Reused for every batch.
     batch: Vec<u8>,
-    /// Input waits for room in the port, so the back end's descriptors are not watched: they would stay readable.
+    /// Input waits for room in the port, so the back end does not report it: its descriptor would stay readable.
     held: bool,
 }
 
@@ -40,12 +40,15 @@ impl Console {
         }
     }
 
+    /// A guest that takes no input still has clients that come, go and read.
+    fn hold(&mut self, held: bool) {
+        self.held = held;
+        self.output.hold_input(held);
+    }
+
     fn input(&mut self, descriptor: RawFd) {
         let room = self.port.input_room();
-        self.held = room == 0;
-        if self.held {
-            return;
-        }
+        self.hold(room == 0);
         self.batch.clear();
         self.output.ready(descriptor, room, &mut self.batch);
         self.port.push_input(&self.batch);
@@ -78,7 +81,7 @@ impl ConsoleWatch {
     /// Watches what `console` has now, and nothing else. Call whenever there is another console.
     pub fn follow(&mut self, console: Option<&Console>) {
         let wanted: Vec<(RawFd, Kind)> = console.map_or_else(Vec::new, |console| {
-            let back_end = console.output.descriptors().into_iter().filter(|_| !console.held);
+            let back_end = console.output.descriptors().into_iter();
             [
                 (console.port.output_descriptor(), Kind::Output),
                 (console.port.room_descriptor(), Kind::Room),
@@ -118,7 +121,7 @@ impl ConsoleWatch {
                 kind if kind == Kind::Room as u64 => {
                     console.port.acknowledge_room();
                     changed |= console.held;
-                    console.held = false;
+                    console.hold(false);
                 }
                 _ => {
                     console.input(fd);
@@ -148,8 +151,8 @@ mod tests {
 
     use super::*;
 
-    /// A back end over one stream, as `ready` and `descriptors` prescribe.
-    struct Stream(Option<UnixStream>);
+    /// A back end over one stream, as the trait prescribes.
+    struct Stream(Option<UnixStream>, bool);
 
     impl SerialOutput for Stream {
         fn write(&mut self, bytes: &[u8]) {
@@ -159,10 +162,17 @@ mod tests {
         }
 
         fn descriptors(&self) -> Vec<RawFd> {
-            self.0.iter().map(AsRawFd::as_raw_fd).collect()
+            self.0.iter().filter(|_| !self.1).map(AsRawFd::as_raw_fd).collect()
+        }
+
+        fn hold_input(&mut self, held: bool) {
+            self.1 = held;
         }
 
         fn ready(&mut self, _descriptor: RawFd, room: usize, input: &mut Vec<u8>) {
+            if self.1 {
+                return;
+            }
             let mut bytes = vec![0; room];
             match self.0.as_mut().map(|stream| stream.read(&mut bytes)) {
                 Some(Ok(0)) => self.0 = None,
@@ -175,7 +185,7 @@ mod tests {
     fn console() -> (Console, ConsoleWatch, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let port = Arc::new(SerialPort::new(EventFd::new(libc::EFD_NONBLOCK).unwrap()).unwrap());
-        let console = Console::new(port, Box::new(Stream(Some(ours))));
+        let console = Console::new(port, Box::new(Stream(Some(ours), false)));
         let mut watch = ConsoleWatch::new().unwrap();
         watch.follow(Some(&console));
         (console, watch, theirs)

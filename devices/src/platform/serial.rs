@@ -39,8 +39,8 @@ pub trait SerialOutput: Send {
     /// Descriptors to wait for; [`SerialOutput::ready`] is called when one is readable.
     fn descriptors(&self) -> Vec<RawFd>;
 
-    /// Handles readiness of `descriptor`: accepts a client, reads input. At most `room` bytes of input are appended to `input`; the rest
-    /// stays unread until the guest has room.
+    /// Handles readiness of `descriptor`: accepts a client, reads input. At most `room` bytes of input (perhaps none) are appended to
+    /// `input`; the rest stays unread until the guest has room.
     fn ready(&mut self, descriptor: RawFd, room: usize, input: &mut Vec<u8>);
 
     /// Stops reporting input while the guest has no room for it (`held`), or begins again; clients and output are served all the same.

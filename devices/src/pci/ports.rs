@@ -8,8 +8,8 @@
 //! Narrower accesses below 0xcfc are not configuration accesses: the byte at 0xcf9 is the chipset's reset control register, which is
 //! passed on.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 
 use super::{BusDeviceFunction, PciBus};
 use crate::bus::{Bus, BusDevice, BusError};
@@ -25,7 +25,8 @@ const ADDRESS_WRITABLE: u32 = 0x80ff_fffc;
 
 /// The two configuration ports.
 pub struct ConfigPorts {
-    bus: Arc<PciBus>,
+    /// The bus holds the port space, and with it this.
+    bus: Weak<PciBus>,
     address: AtomicU32,
     reset_control: Arc<dyn BusDevice>,
 }
@@ -41,7 +42,7 @@ impl ConfigPorts {
         reset_control: Arc<dyn BusDevice>,
     ) -> Result<Arc<ConfigPorts>, BusError> {
         let ports = Arc::new(ConfigPorts {
-            bus: Arc::clone(bus),
+            bus: Arc::downgrade(bus),
             address: AtomicU32::new(0),
             reset_control,
         });
@@ -63,7 +64,7 @@ impl ConfigPorts {
     }
 
     /// The register that a data access of `length` bytes at port offset `offset` means.
-    fn target(&self, offset: u64, length: usize) -> Option<(BusDeviceFunction, u16)> {
+    fn target(&self, offset: u64, length: usize) -> Option<(Arc<PciBus>, BusDeviceFunction, u16)> {
         let address = self.address();
         let byte = offset.checked_sub(CONFIG_DATA)?;
         let within = matches!(length, 1 | 2 | 4) && byte.checked_add(length as u64)? <= 4;
@@ -71,7 +72,11 @@ impl ConfigPorts {
             return None;
         }
         let at = BusDeviceFunction::from_routing_id((address >> 8 & 0xffff) as u16);
-        Some((at, (address & 0xfc) as u16 + byte as u16))
+        Some((
+            self.bus.upgrade()?,
+            at,
+            (address & 0xfc) as u16 + byte as u16,
+        ))
     }
 }
 
@@ -81,8 +86,8 @@ impl BusDevice for ConfigPorts {
             *word = self.address().to_le_bytes();
         } else if let (RESET_CONTROL, 1) = (offset, data.len()) {
             self.reset_control.read(0, data);
-        } else if let Some((at, register)) = self.target(offset, data.len()) {
-            self.bus.config_read(at, register, data);
+        } else if let Some((bus, at, register)) = self.target(offset, data.len()) {
+            bus.config_read(at, register, data);
         } else {
             data.fill(0xff);
         }
@@ -93,8 +98,8 @@ impl BusDevice for ConfigPorts {
             self.set_address(u32::from_le_bytes(word));
         } else if let (RESET_CONTROL, 1) = (offset, data.len()) {
             self.reset_control.write(0, data);
-        } else if let Some((at, register)) = self.target(offset, data.len()) {
-            self.bus.config_write(at, register, data);
+        } else if let Some((bus, at, register)) = self.target(offset, data.len()) {
+            bus.config_write(at, register, data);
         }
     }
 }

@@ -380,6 +380,17 @@ fn a_bar_without_room_is_named() {
 }
 
 #[test]
+fn a_machine_that_is_dropped_drops_its_functions() {
+    let machine = machine();
+    let function = Function::new(&[(0, BarKind::Memory32, 0x1000)]);
+    machine.bus.add(slot(1), function.clone()).unwrap();
+    machine.write(slot(1), 0x10, 0x9000_0000);
+    machine.write(slot(1), 0x04, 0x2);
+    drop(machine);
+    assert_eq!(Arc::strong_count(&function), 1);
+}
+
+#[test]
 fn routing_ids_are_bus_device_function() {
     let at = BusDeviceFunction::new(2, 0x1f, 7).unwrap();
     assert_eq!((at.routing_id(), at.to_string()), (0x2ff, "02:1f.7".into()));

@@ -1,7 +1,7 @@
 //! Lays out the configuration space of a virtio PCI function: identity, BAR and capabilities (virtio 1.2 §4.1.2, §4.1.4).
 //!
 //! It is a conventional PCI function on the root bus: without a PCI Express capability the guest has no extended configuration space
-//! to look through; and no capability is there that need not be, as guests walk the list many times at boot. Both save exits.
+//! to look through; and there are no optional capabilities, as guests walk the list many times at boot. Both save exits.
 
 use super::spec::{DEVICE_BASE, MAX_QUEUES, NO_VECTOR, REVISION, VENDOR, bar, capability, common};
 use crate::pci::IntxPin;
@@ -48,9 +48,10 @@ pub(super) fn build(device_type: DeviceType, queues: usize) -> Result<Layout, La
         (capability::ISR, bar::ISR, bar::ISR_LENGTH),
         (capability::DEVICE, bar::DEVICE, bar::DEVICE_LENGTH),
     ];
+    // Only devices that have a configuration of their own announce it (§4.1.4.6.1).
     let has_config = !matches!(device_type, DeviceType::Rng);
-    let offered = |kind| has_config || kind != capability::DEVICE;
-    for (kind, offset, length) in structures.into_iter().filter(|(kind, ..)| offered(*kind)) {
+    let announced = |kind| has_config || kind != capability::DEVICE;
+    for (kind, offset, length) in structures.into_iter().filter(|(kind, ..)| announced(*kind)) {
         let body = structure(kind, capability::LENGTH, offset, length);
         config.add_capability(CAPABILITY_VENDOR, &body, &[])?;
     }
@@ -99,5 +100,32 @@ fn class(device_type: DeviceType) -> u32 {
         DeviceType::Net => 0x02_00_00,
         DeviceType::Block => 0x01_80_00,
         DeviceType::Rng => 0x10_80_00,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pci::bits::CAPABILITIES_POINTER;
+
+    /// Types of the virtio structures in list order.
+    fn structures(device_type: DeviceType) -> Vec<u8> {
+        let config = build(device_type, 1).unwrap().config;
+        let byte = |at: u8| {
+            let mut data = [0];
+            config.read(at.into(), &mut data);
+            data[0]
+        };
+        let first = Some(byte(CAPABILITIES_POINTER));
+        let list = std::iter::successors(first, |at| Some(byte(at + 1)).filter(|next| *next != 0));
+        list.filter(|at| byte(*at) == CAPABILITY_VENDOR)
+            .map(|at| byte(at + 3))
+            .collect()
+    }
+
+    #[test]
+    fn only_a_device_with_a_configuration_of_its_own_announces_one() {
+        assert_eq!(structures(DeviceType::Net), [1, 3, 4, 2, 5]);
+        assert_eq!(structures(DeviceType::Rng), [1, 3, 2, 5]);
     }
 }

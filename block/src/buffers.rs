@@ -40,6 +40,18 @@ impl RawSlice {
         self.0.iov_len
     }
 
+    #[cfg(test)]
+    pub(crate) fn copied(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.length()];
+        Span {
+            slices: &[*self],
+            from: 0,
+            length: self.length(),
+        }
+        .copy_to(&mut bytes);
+        bytes
+    }
+
     /// The part that begins `skip` bytes in (at most its length) and has at most `length` bytes.
     pub(crate) fn part(&self, skip: usize, length: usize) -> Self {
         let skip = skip.min(self.length());

@@ -25,6 +25,9 @@ mod qcow2;
 mod raw;
 mod task;
 
+#[cfg(test)]
+mod power_cut;
+
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};

@@ -12,6 +12,8 @@
 mod bounce;
 mod inline;
 pub(crate) mod sys;
+#[cfg(test)]
+pub(crate) mod tape;
 
 use std::cell::Cell;
 use std::io;

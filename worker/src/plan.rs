@@ -18,6 +18,7 @@ use crate::definition::{NetworkConfig, WorkerConfig};
 use crate::error::Error;
 use crate::identity::Identity;
 use crate::netlink;
+use crate::secret::Secret;
 use crate::seed::{self, SeedError};
 use crate::state::{RECORD_VERSION, Record, StateDir, WorkerDir};
 use crate::yaml;
@@ -38,8 +39,8 @@ pub struct Definition {
     pub config: WorkerConfig,
     /// Where it is from, as messages name it.
     source: String,
-    text: Vec<u8>,
-    user_data: Option<Vec<u8>>,
+    text: Secret<Vec<u8>>,
+    user_data: Option<Secret<Vec<u8>>>,
 }
 
 impl Definition {
@@ -62,8 +63,8 @@ impl Definition {
         Ok(Self {
             config,
             source,
-            text,
-            user_data,
+            text: Secret::new(text),
+            user_data: user_data.map(Secret::new),
         })
     }
 
@@ -128,7 +129,7 @@ pub struct Plan {
     /// What the VMM will be given.
     pub vm: VmConfig,
     pub(crate) dir: WorkerDir,
-    pub(crate) seed: Vec<u8>,
+    pub(crate) seed: Secret<Vec<u8>>,
     pub(crate) base: PathBuf,
     pub(crate) base_format: Format,
     pub(crate) mtu: Option<u16>,
@@ -151,9 +152,15 @@ impl Plan {
         if dir.path().exists() {
             return Err(Error::Exists(name.to_owned()));
         }
-        let user_data = definition.user_data.as_deref();
-        let identity = Identity::derive(name, &[&definition.text, user_data.unwrap_or_default()])
-            .map_err(|error| definition.refuse("network.mac", error.to_string()))?;
+        let user_data = definition
+            .user_data
+            .as_ref()
+            .map(|text| text.expose().as_slice());
+        let identity = Identity::derive(
+            name,
+            &[definition.text.expose(), user_data.unwrap_or_default()],
+        )
+        .map_err(|error| definition.refuse("network.mac", error.to_string()))?;
         let seed =
             seed::build(config, name, &identity, user_data).map_err(|error| match error {
                 SeedError::UserData { field, reason } => definition.refuse(field, reason),
@@ -210,7 +217,7 @@ impl Plan {
             record,
             vm,
             dir,
-            seed,
+            seed: Secret::new(seed),
             base,
             base_format: format(config.base.format),
             mtu: network.and_then(|network| network.mtu),

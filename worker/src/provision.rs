@@ -70,7 +70,7 @@ fn make_overlay(plan: &Plan, path: &Path) -> Result<(), Error> {
 
 fn make_small_files(plan: &Plan, folder: &Path, vm: &str) -> Result<(), Error> {
     let files = [
-        write_private(&place(folder, &plan.dir.seed()), &plan.seed)?,
+        write_private(&place(folder, &plan.dir.seed()), plan.seed.expose())?,
         write_private(&place(folder, &plan.dir.vm_config()), vm.as_bytes())?,
         write_record(folder, &plan.record)?,
     ];

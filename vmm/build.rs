@@ -7,7 +7,8 @@ use std::{env, fs};
 use seccompiler::{TargetArch, compile_from_json};
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let policies = Path::new(&env::var("CARGO_MANIFEST_DIR")?).join("../resources/seccomp/x86_64.json");
+    let policies =
+        Path::new(&env::var("CARGO_MANIFEST_DIR")?).join("../resources/seccomp/x86_64.json");
     println!("cargo::rerun-if-changed={}", policies.display());
     println!("cargo::rerun-if-changed=build.rs");
     let out = env::var("OUT_DIR")?;

@@ -39,10 +39,17 @@ fn open(field: &'static str, path: &Path) -> Result<File, OpenError> {
         if file.metadata()?.is_file() {
             Ok(file)
         } else {
-            Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file"))
+            Err(std::io::Error::new(
+                std::io::ErrorKind::InvalidInput,
+                "not a regular file",
+            ))
         }
     });
-    file.map_err(|source| OpenError { field, path: path.to_owned(), source })
+    file.map_err(|source| OpenError {
+        field,
+        path: path.to_owned(),
+        source,
+    })
 }
 
 impl BootFiles {
@@ -51,8 +58,16 @@ impl BootFiles {
     /// # Errors
     /// A file is missing or not readable.
     pub fn open(config: &BootConfig) -> Result<Self, OpenError> {
-        let initrd = config.initrd.as_deref().map(|path| open("boot.initrd", path)).transpose()?;
-        Ok(Self { kernel: open("boot.kernel", &config.kernel)?, initrd, cmdline: config.cmdline.clone() })
+        let initrd = config
+            .initrd
+            .as_deref()
+            .map(|path| open("boot.initrd", path))
+            .transpose()?;
+        Ok(Self {
+            kernel: open("boot.kernel", &config.kernel)?,
+            initrd,
+            cmdline: config.cmdline.clone(),
+        })
     }
 
     /// Loads everything into guest RAM.
@@ -100,7 +115,10 @@ impl BootState for DirectBoot {
         let set = vcpu.set_msrs(&msrs).map_err(step("set the boot MSRs"))?;
         if let Some(refused) = entries.get(set) {
             // MISC_ENABLE and MTRRs exist on every processor that KVM runs on; a paravirtual host may still refuse some.
-            tracing::warn!(msr = format_args!("{:#x}", refused.index), "the host refuses a boot MSR");
+            tracing::warn!(
+                msr = format_args!("{:#x}", refused.index),
+                "the host refuses a boot MSR"
+            );
         }
         if index > 0 {
             // Application processors wait for the boot processor's INIT and SIPI.
@@ -108,7 +126,9 @@ impl BootState for DirectBoot {
         }
         let mut sregs = vcpu.get_sregs().map_err(step("read system registers"))?;
         boot::apply_sregs(&self.entry, &mut sregs);
-        vcpu.set_sregs(&sregs).map_err(step("set system registers"))?;
-        vcpu.set_regs(&boot::regs(&self.entry)).map_err(step("set registers"))
+        vcpu.set_sregs(&sregs)
+            .map_err(step("set system registers"))?;
+        vcpu.set_regs(&boot::regs(&self.entry))
+            .map_err(step("set registers"))
     }
 }

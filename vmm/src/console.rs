@@ -23,7 +23,12 @@ pub struct Console {
 impl Console {
     /// Connects `port` to `output`.
     pub fn new(port: Arc<SerialPort>, output: Box<dyn SerialOutput>) -> Self {
-        Self { port, output, batch: Vec::new(), held: false }
+        Self {
+            port,
+            output,
+            batch: Vec::new(),
+            held: false,
+        }
     }
 
     /// Bytes that a slow reader or a slow control thread cost so far.
@@ -75,7 +80,10 @@ impl ConsoleWatch {
     /// # Errors
     /// No more descriptors.
     pub fn new() -> io::Result<Self> {
-        Ok(Self { epoll: Epoll::new()?, watched: Vec::new() })
+        Ok(Self {
+            epoll: Epoll::new()?,
+            watched: Vec::new(),
+        })
     }
 
     /// Watches what `console` has now, and nothing else. Call whenever there is another console.
@@ -93,7 +101,9 @@ impl ConsoleWatch {
         for fd in std::mem::take(&mut self.watched) {
             if !wanted.iter().any(|(wanted, _)| *wanted == fd) {
                 // Fails for a descriptor that was closed, which the kernel took out already.
-                let _ = self.epoll.ctl(ControlOperation::Delete, fd, EpollEvent::default());
+                let _ = self
+                    .epoll
+                    .ctl(ControlOperation::Delete, fd, EpollEvent::default());
             }
         }
         for (fd, kind) in wanted {
@@ -162,7 +172,11 @@ mod tests {
         }
 
         fn descriptors(&self) -> Vec<RawFd> {
-            self.0.iter().filter(|_| !self.1).map(AsRawFd::as_raw_fd).collect()
+            self.0
+                .iter()
+                .filter(|_| !self.1)
+                .map(AsRawFd::as_raw_fd)
+                .collect()
         }
 
         fn hold_input(&mut self, held: bool) {
@@ -194,7 +208,9 @@ mod tests {
     fn ready(watch: &ConsoleWatch) -> bool {
         let outer = Epoll::new().unwrap();
         let event = EpollEvent::new(EventSet::IN, 0);
-        outer.ctl(ControlOperation::Add, watch.as_raw_fd(), event).unwrap();
+        outer
+            .ctl(ControlOperation::Add, watch.as_raw_fd(), event)
+            .unwrap();
         outer.wait(200, &mut [EpollEvent::default()]).unwrap() == 1
     }
 

@@ -16,9 +16,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use drover_api::definition::VmConfig;
 use drover_api::server::{Created, Reply};
-use drover_api::types::{
-    ApiError, Event, EventKind, ShutdownRequest, StopReason, VmState, VmView,
-};
+use drover_api::types::{ApiError, Event, EventKind, ShutdownRequest, StopReason, VmState, VmView};
 use drover_devices::platform::PowerRequest;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use tokio::sync::broadcast;
@@ -109,8 +107,8 @@ impl Control {
     /// # Errors
     /// No more descriptors.
     pub fn new(setup: Setup) -> Result<Self, ControlError> {
-        let deadline = TimerFd::new()
-            .map_err(|errno| ControlError::Descriptor("timer", errno.into()))?;
+        let deadline =
+            TimerFd::new().map_err(|errno| ControlError::Descriptor("timer", errno.into()))?;
         let console = ConsoleWatch::new()
             .map_err(|error| ControlError::Descriptor("descriptor for the console", error))?;
         Ok(Self {
@@ -154,7 +152,9 @@ impl Control {
         let id = manager.add_subscriber(self);
         loop {
             manager.run().map_err(ControlError::EventLoop)?;
-            let control = manager.subscriber_mut(id).map_err(ControlError::EventLoop)?;
+            let control = manager
+                .subscriber_mut(id)
+                .map_err(ControlError::EventLoop)?;
             if let Some(outcome) = control.outcome {
                 // Dropping the control state drops the machine: threads end, descriptors and locks are released.
                 drop(manager.remove_subscriber(id));
@@ -197,7 +197,9 @@ impl Control {
             }
             Message::Crashed(reason) => {
                 tracing::error!(%reason, "the VM cannot go on");
-                self.emit(EventKind::Crashed { reason: reason.to_string() });
+                self.emit(EventKind::Crashed {
+                    reason: reason.to_string(),
+                });
                 self.internal(Input::Crash);
             }
         }
@@ -217,7 +219,11 @@ impl Control {
     }
 
     fn create(&mut self, config: VmConfig) -> Reply<Created> {
-        if self.machine.as_ref().is_some_and(|machine| *machine.config() == config) {
+        if self
+            .machine
+            .as_ref()
+            .is_some_and(|machine| *machine.config() == config)
+        {
             return self.view().map(Created::Existing);
         }
         let step = lifecycle::step(self.state, Input::Create)?;
@@ -255,7 +261,10 @@ impl Control {
         }
         self.deadline_at = Some(at);
         // Zero would disarm the timer.
-        if let Err(error) = self.deadline.reset(timeout.max(Duration::from_micros(1)), None) {
+        if let Err(error) = self
+            .deadline
+            .reset(timeout.max(Duration::from_micros(1)), None)
+        {
             tracing::error!(%error, "no timer for the shutdown's deadline, forcing it now");
             self.internal(Input::Deadline);
         }
@@ -312,7 +321,9 @@ impl Control {
 
     /// Resets in place; false if that ended the VM instead.
     fn reset(&mut self) -> bool {
-        let Some(machine) = &mut self.machine else { return true };
+        let Some(machine) = &mut self.machine else {
+            return true;
+        };
         match machine.reset() {
             Ok(()) => {
                 self.resets += 1;
@@ -322,7 +333,9 @@ impl Control {
             }
             Err(error) => {
                 tracing::error!(%error, "the machine cannot be reset");
-                self.emit(EventKind::Crashed { reason: format!("reset: {error}") });
+                self.emit(EventKind::Crashed {
+                    reason: format!("reset: {error}"),
+                });
                 self.internal(Input::Crash);
                 false
             }
@@ -351,12 +364,17 @@ impl Control {
         self.published.set(state);
         if let Some(state) = state {
             tracing::info!(%state, "the VM's state changed");
-            self.emit(EventKind::State { state, stop_reason: self.stop_reason });
+            self.emit(EventKind::State {
+                state,
+                stop_reason: self.stop_reason,
+            });
         }
     }
 
     fn emit(&self, kind: EventKind) {
-        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let since_epoch = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
         let time_ms = u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX);
         // Without a subscriber there is nobody to tell.
         let _ = self.events.send(Event { time_ms, kind });

@@ -99,8 +99,16 @@ pub fn step(state: Option<VmState>, input: Input) -> Result<Step, ApiError> {
     use Action::{Build, Finish, Nothing, PressPowerButton, Remove, Reset, Run};
     use VmState::{Created, Running, ShuttingDown, Stopped};
 
-    let to = |action, next| Ok(Step { action, next: Some(next) });
-    let stay = Ok(Step { action: Nothing, next: state });
+    let to = |action, next| {
+        Ok(Step {
+            action,
+            next: Some(next),
+        })
+    };
+    let stay = Ok(Step {
+        action: Nothing,
+        next: state,
+    });
     let Some(now) = state else {
         return match input {
             Input::Create => to(Build, Created),
@@ -116,7 +124,10 @@ pub fn step(state: Option<VmState>, input: Input) -> Result<Step, ApiError> {
     match (now, input) {
         (_, Input::Create) => forbidden(),
 
-        (Created | Stopped, Input::Delete) => Ok(Step { action: Remove, next: None }),
+        (Created | Stopped, Input::Delete) => Ok(Step {
+            action: Remove,
+            next: None,
+        }),
         (Running | ShuttingDown, Input::Delete) => forbidden(),
 
         (Created, Input::Start) => to(Run, Running),
@@ -150,14 +161,29 @@ mod tests {
 
     /// The table of the module comment, written the other way round: one word a cell.
     const TABLE: [(Option<VmState>, [&str; 9]); 5] = [
-        (None, ["created", "-", "none", "none", "none", "-", "-", "-", "-"]),
+        (
+            None,
+            ["created", "-", "none", "none", "none", "-", "-", "-", "-"],
+        ),
         (
             Some(VmState::Created),
-            ["409", "gone", "running", "409", "409", "-", "-", "-", "stopped"],
+            [
+                "409", "gone", "running", "409", "409", "-", "-", "-", "stopped",
+            ],
         ),
         (
             Some(VmState::Running),
-            ["409", "409", "-", "shutting-down", "running", "running", "stopped", "-", "stopped"],
+            [
+                "409",
+                "409",
+                "-",
+                "shutting-down",
+                "running",
+                "running",
+                "stopped",
+                "-",
+                "stopped",
+            ],
         ),
         (
             Some(VmState::ShuttingDown),
@@ -173,7 +199,10 @@ mod tests {
                 "stopped",
             ],
         ),
-        (Some(VmState::Stopped), ["409", "gone", "409", "-", "409", "-", "-", "-", "-"]),
+        (
+            Some(VmState::Stopped),
+            ["409", "gone", "409", "-", "409", "-", "-", "-", "-"],
+        ),
     ];
 
     #[test]
@@ -186,11 +215,16 @@ mod tests {
                         assert_eq!(error.state, state, "the present state is told");
                         error.status().to_string()
                     }
-                    Ok(Step { action: Action::Nothing, next }) => {
+                    Ok(Step {
+                        action: Action::Nothing,
+                        next,
+                    }) => {
                         assert_eq!(next, state);
                         "-".to_owned()
                     }
-                    Ok(Step { next, .. }) => next.map_or("gone".to_owned(), |next| next.to_string()),
+                    Ok(Step { next, .. }) => {
+                        next.map_or("gone".to_owned(), |next| next.to_string())
+                    }
                 };
                 assert_eq!(outcome, cell, "{state:?} {input:?}");
             }
@@ -201,9 +235,21 @@ mod tests {
     fn a_vm_stops_for_the_reason_that_ended_it() {
         let finish = |state, input| step(Some(state), input).unwrap().action;
         use StopReason::{Crashed, Forced, PoweredOff};
-        assert_eq!(finish(VmState::Running, Input::GuestOff), Action::Finish(PoweredOff));
-        assert_eq!(finish(VmState::ShuttingDown, Input::GuestOff), Action::Finish(PoweredOff));
-        assert_eq!(finish(VmState::ShuttingDown, Input::Deadline), Action::Finish(Forced));
-        assert_eq!(finish(VmState::Running, Input::Crash), Action::Finish(Crashed));
+        assert_eq!(
+            finish(VmState::Running, Input::GuestOff),
+            Action::Finish(PoweredOff)
+        );
+        assert_eq!(
+            finish(VmState::ShuttingDown, Input::GuestOff),
+            Action::Finish(PoweredOff)
+        );
+        assert_eq!(
+            finish(VmState::ShuttingDown, Input::Deadline),
+            Action::Finish(Forced)
+        );
+        assert_eq!(
+            finish(VmState::Running, Input::Crash),
+            Action::Finish(Crashed)
+        );
     }
 }

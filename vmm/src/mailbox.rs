@@ -58,7 +58,13 @@ pub struct Inbox {
 pub fn mailbox() -> io::Result<(Mailbox, Inbox)> {
     let wake = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
     let (sender, receiver) = channel();
-    Ok((Mailbox { sender, wake: wake.clone() }, Inbox { receiver, wake }))
+    Ok((
+        Mailbox {
+            sender,
+            wake: wake.clone(),
+        },
+        Inbox { receiver, wake },
+    ))
 }
 
 impl Mailbox {

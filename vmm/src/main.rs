@@ -7,6 +7,7 @@
 //! | 2 | bad input: command line, definition, or a host that cannot give what the definition asks for |
 //! | 3 | the guest crashed: the virtual machine could not go on |
 
+use std::error::Error;
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -55,8 +56,8 @@ enum Failure {
 }
 
 impl Failure {
-    fn other(error: impl ToString) -> Self {
-        Self::Other(error.to_string())
+    fn other(error: impl Into<Box<dyn Error>>) -> Self {
+        Self::Other(error.into().to_string())
     }
 }
 
@@ -76,7 +77,11 @@ fn main() -> ExitCode {
 
 fn run(arguments: &Arguments, timeline: Timeline) -> Result<Outcome, Failure> {
     start_logging(&arguments.log_level)?;
-    let config = arguments.config.as_deref().map(read_definition).transpose()?;
+    let config = arguments
+        .config
+        .as_deref()
+        .map(read_definition)
+        .transpose()?;
     // Before any thread exists, since threads inherit what is blocked.
     let signals = TerminationSignals::take().map_err(Failure::other)?;
     install_kick_handler().map_err(Failure::other)?;
@@ -98,7 +103,11 @@ fn run(arguments: &Arguments, timeline: Timeline) -> Result<Outcome, Failure> {
 
     // The socket exists before the VM does: whoever started the process can wait for it, and another process's VM on the same socket
     // is noticed before anything is opened twice.
-    let socket = arguments.api_socket.as_deref().map(server::bind_socket).transpose();
+    let socket = arguments
+        .api_socket
+        .as_deref()
+        .map(server::bind_socket)
+        .transpose();
     let socket = socket.map_err(|error| Failure::BadInput(error.to_string()))?;
     // Children inherit a policy and can only narrow it, so the widest comes first.
     narrow(Role::Control, arguments.seccomp).map_err(Failure::other)?;
@@ -141,8 +150,14 @@ impl Api {
                 tracing::error!(%error, "the API cannot be served");
             }
         };
-        let thread = threads.start("api", Role::Api, body).map_err(Failure::other)?;
-        Ok(Self { stop, thread, _socket: guard })
+        let thread = threads
+            .start("api", Role::Api, body)
+            .map_err(Failure::other)?;
+        Ok(Self {
+            stop,
+            thread,
+            _socket: guard,
+        })
     }
 
     /// Returns once the replies in flight are with the clients.
@@ -156,8 +171,8 @@ fn read_definition(path: &Path) -> Result<VmConfig, Failure> {
     let name = path.display().to_string();
     let bad = |error: &dyn std::fmt::Display| Failure::BadInput(format!("{name}: {error}"));
     let text = std::fs::read(path).map_err(|error| bad(&error))?;
-    let config = definition::parse(&text, &name)
-        .map_err(|error| Failure::BadInput(error.to_string()))?;
+    let config =
+        definition::parse(&text, &name).map_err(|error| Failure::BadInput(error.to_string()))?;
     config
         .validate()
         .map_err(|error| Failure::BadInput(error.with_source(&name).to_string()))?;

@@ -92,7 +92,10 @@ impl MemoryError {
 }
 
 fn host(step: &'static str) -> impl FnOnce(rustix::io::Errno) -> MemoryError {
-    move |errno| MemoryError::Host { step, source: errno.into() }
+    move |errno| MemoryError::Host {
+        step,
+        source: errno.into(),
+    }
 }
 
 /// One contiguous range of guest RAM and where the process sees it.
@@ -153,7 +156,11 @@ impl Memory {
         }
         let guest = GuestMemoryMmap::from_regions(regions)
             .map_err(|_| MemoryError::Size("gives overlapping ranges"))?;
-        Ok(Self { guest: Arc::new(guest), slots, _reservations: reservations })
+        Ok(Self {
+            guest: Arc::new(guest),
+            slots,
+            _reservations: reservations,
+        })
     }
 
     /// The RAM as devices see it.
@@ -181,8 +188,10 @@ impl Memory {
             };
             // SAFETY: the range is guest RAM that no Rust reference points into. Should it be unmapped before the VM is gone, KVM finds
             // nothing there, since nothing else is mapped while a vCPU runs: a machine drops its RAM last.
-            unsafe { vm.set_user_memory_region(region) }
-                .map_err(|errno| MemoryError::Host { step: "give the RAM to KVM", source: errno.into() })?;
+            unsafe { vm.set_user_memory_region(region) }.map_err(|errno| MemoryError::Host {
+                step: "give the RAM to KVM",
+                source: errno.into(),
+            })?;
         }
         Ok(())
     }
@@ -201,7 +210,9 @@ impl HugePage {
             None => Ok(None),
             Some(size) if size == 2 * MIB => Ok(Some(Self::Size2MiB)),
             Some(GIB) => Ok(Some(Self::Size1GiB)),
-            Some(other) => Err(MemoryError::NoSuchHugePage { page_kib: other >> 10 }),
+            Some(other) => Err(MemoryError::NoSuchHugePage {
+                page_kib: other >> 10,
+            }),
         }
     }
 
@@ -244,28 +255,39 @@ fn check_available(config: &MemoryConfig, page: Option<HugePage>) -> Result<(), 
             .ok_or(MemoryError::NoSuchHugePage { page_kib })?;
         let wanted = size / page.bytes();
         if wanted > free {
-            return Err(MemoryError::TooFewHugePages { wanted, free, page_kib });
+            return Err(MemoryError::TooFewHugePages {
+                wanted,
+                free,
+                page_kib,
+            });
         }
         return Ok(());
     }
     if config.overcommit {
         return Ok(());
     }
-    let text = std::fs::read_to_string("/proc/meminfo")
-        .map_err(|source| MemoryError::Host { step: "read /proc/meminfo", source })?;
+    let text = std::fs::read_to_string("/proc/meminfo").map_err(|source| MemoryError::Host {
+        step: "read /proc/meminfo",
+        source,
+    })?;
     let available = mem_available(&text).ok_or_else(|| MemoryError::Host {
         step: "find MemAvailable in /proc/meminfo",
         source: io::ErrorKind::InvalidData.into(),
     })?;
     if size > available {
-        return Err(MemoryError::TooMuch { wanted_mib: size / MIB, available_mib: available / MIB });
+        return Err(MemoryError::TooMuch {
+            wanted_mib: size / MIB,
+            available_mib: available / MIB,
+        });
     }
     Ok(())
 }
 
 /// MemAvailable of a /proc/meminfo text, in bytes.
 fn mem_available(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
@@ -298,7 +320,9 @@ impl Reservation {
         let too_big = || MemoryError::Size("does not fit this process's address space");
         let size = usize::try_from(bytes).map_err(|_| too_big())?;
         let alignment = page.map_or(2 * MIB, HugePage::bytes) as usize;
-        let total = size.checked_add(alignment + 2 * GUARD_BYTES).ok_or_else(too_big)?;
+        let total = size
+            .checked_add(alignment + 2 * GUARD_BYTES)
+            .ok_or_else(too_big)?;
         // SAFETY: an anonymous mapping at an address of the kernel's choice replaces nothing.
         let base = unsafe {
             mmap_anonymous(
@@ -316,7 +340,14 @@ impl Reservation {
         let mapped = if let Some((file, offset)) = &file {
             // SAFETY: `address..address + size` lies inside the reservation made above, which nothing else uses.
             unsafe {
-                mmap(address, size, protection, MapFlags::SHARED | MapFlags::FIXED, &**file, *offset)
+                mmap(
+                    address,
+                    size,
+                    protection,
+                    MapFlags::SHARED | MapFlags::FIXED,
+                    &**file,
+                    *offset,
+                )
             }
         } else {
             let flags = MapFlags::PRIVATE
@@ -337,7 +368,11 @@ impl Reservation {
         // SAFETY: guest RAM in a core dump helps nobody and leaks the guest's secrets; advice about our own mapping.
         let _ = unsafe { madvise(address, size, Advice::LinuxDontDump) };
 
-        let flags = if private { libc::MAP_PRIVATE | libc::MAP_ANONYMOUS } else { libc::MAP_SHARED };
+        let flags = if private {
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
+        } else {
+            libc::MAP_SHARED
+        };
         let mut builder = MmapRegionBuilder::new(size)
             .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
             .with_mmap_flags(flags | libc::MAP_NORESERVE);
@@ -352,7 +387,14 @@ impl Reservation {
         })?;
         let mapping = Arc::new(mapping);
         let base = NonNull::new(base.cast::<u8>()).ok_or_else(too_big)?;
-        Ok((Self { base, total, mapping: mapping.clone() }, mapping))
+        Ok((
+            Self {
+                base,
+                total,
+                mapping: mapping.clone(),
+            },
+            mapping,
+        ))
     }
 
     fn prefault(&self) -> Result<(), MemoryError> {
@@ -367,7 +409,10 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         if Arc::strong_count(&self.mapping) > 1 {
             // A device still refers to it: leaking address space is safe, unmapping would not be.
-            tracing::warn!(bytes = self.total, "guest RAM is still referred to and stays mapped");
+            tracing::warn!(
+                bytes = self.total,
+                "guest RAM is still referred to and stays mapped"
+            );
             return;
         }
         // SAFETY: the reservation was made by `map`; ours is the last reference to the mapping inside it.
@@ -394,38 +439,80 @@ mod tests {
 
     #[test]
     fn ram_above_2_gib_continues_at_4_gib() {
-        let memory = Memory::new(&MemoryConfig { overcommit: true, ..config(3 * GIB) }).unwrap();
-        let slots: Vec<_> =
-            memory.slots().iter().map(|slot| (slot.guest_address, slot.size_bytes)).collect();
+        let memory = Memory::new(&MemoryConfig {
+            overcommit: true,
+            ..config(3 * GIB)
+        })
+        .unwrap();
+        let slots: Vec<_> = memory
+            .slots()
+            .iter()
+            .map(|slot| (slot.guest_address, slot.size_bytes))
+            .collect();
         assert_eq!(slots, [(0, 2 * GIB), (4 * GIB, GIB)]);
-        memory.guest().write_obj(0x55u8, GuestAddress(5 * GIB - 1)).unwrap();
-        assert!(memory.guest().write_obj(0u8, GuestAddress(2 * GIB)).is_err());
+        memory
+            .guest()
+            .write_obj(0x55u8, GuestAddress(5 * GIB - 1))
+            .unwrap();
+        assert!(
+            memory
+                .guest()
+                .write_obj(0u8, GuestAddress(2 * GIB))
+                .is_err()
+        );
     }
 
     #[test]
     fn more_than_the_host_has_is_refused_unless_overcommitted() {
         let wanted = 1 << 44;
-        let error = Memory::new(&config(wanted)).err().expect("16 TiB must be refused");
-        assert!(matches!(error, MemoryError::TooMuch { wanted_mib, .. } if wanted_mib == wanted / MIB));
-        assert!(error.to_string().starts_with("16777216 MiB is more than the "));
-        assert!(Memory::new(&MemoryConfig { overcommit: true, ..config(wanted) }).is_ok());
+        let error = Memory::new(&config(wanted))
+            .err()
+            .expect("16 TiB must be refused");
+        assert!(
+            matches!(error, MemoryError::TooMuch { wanted_mib, .. } if wanted_mib == wanted / MIB)
+        );
+        assert!(
+            error
+                .to_string()
+                .starts_with("16777216 MiB is more than the ")
+        );
+        assert!(
+            Memory::new(&MemoryConfig {
+                overcommit: true,
+                ..config(wanted)
+            })
+            .is_ok()
+        );
     }
 
     #[test]
     fn shared_ram_is_one_file_in_guest_order() {
         use std::os::unix::fs::FileExt;
-        let memory = Memory::new(&MemoryConfig { shared: true, ..config(32 * MIB) }).unwrap();
-        memory.guest().write_slice(b"hello", GuestAddress(0x2000)).unwrap();
+        let memory = Memory::new(&MemoryConfig {
+            shared: true,
+            ..config(32 * MIB)
+        })
+        .unwrap();
+        memory
+            .guest()
+            .write_slice(b"hello", GuestAddress(0x2000))
+            .unwrap();
         let region = memory.guest().find_region(GuestAddress(0)).unwrap();
         let file = region.file_offset().unwrap();
         let mut seen = [0; 5];
-        file.file().read_exact_at(&mut seen, file.start() + 0x2000).unwrap();
+        file.file()
+            .read_exact_at(&mut seen, file.start() + 0x2000)
+            .unwrap();
         assert_eq!(&seen, b"hello");
     }
 
     #[test]
     fn prefaulted_ram_is_resident() {
-        let memory = Memory::new(&MemoryConfig { prefault: true, ..config(32 * MIB) }).unwrap();
+        let memory = Memory::new(&MemoryConfig {
+            prefault: true,
+            ..config(32 * MIB)
+        })
+        .unwrap();
         let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
         let pages: u64 = statm.split(' ').nth(1).unwrap().parse().unwrap();
         assert!(pages * 4096 >= 32 * MIB, "{pages} pages resident");
@@ -443,8 +530,14 @@ mod tests {
 
     #[test]
     fn meminfo_without_the_line_is_not_guessed() {
-        assert_eq!(mem_available("MemTotal: 1 kB\nMemAvailable:   2048 kB\n"), Some(2 << 20));
+        assert_eq!(
+            mem_available("MemTotal: 1 kB\nMemAvailable:   2048 kB\n"),
+            Some(2 << 20)
+        );
         assert_eq!(mem_available("MemTotal: 1 kB\n"), None);
-        assert_eq!(mem_available("MemAvailable: 18446744073709551615 kB\n"), None);
+        assert_eq!(
+            mem_available("MemAvailable: 18446744073709551615 kB\n"),
+            None
+        );
     }
 }

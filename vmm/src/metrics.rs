@@ -23,7 +23,11 @@ pub struct Timeline {
 impl Timeline {
     /// A time line that begins now.
     pub fn begin() -> Self {
-        Self { start: Instant::now(), created: None, started: None }
+        Self {
+            start: Instant::now(),
+            created: None,
+            started: None,
+        }
     }
 
     /// The VM is built.
@@ -60,7 +64,10 @@ struct Text(String);
 
 impl Text {
     fn family(&mut self, name: &str, kind: &str, help: &str) {
-        let _ = writeln!(self.0, "# HELP drover_{name} {help}\n# TYPE drover_{name} {kind}");
+        let _ = writeln!(
+            self.0,
+            "# HELP drover_{name} {help}\n# TYPE drover_{name} {kind}"
+        );
     }
 
     fn sample(&mut self, name: &str, labels: &[(&str, &dyn Display)], value: impl Display) {
@@ -90,13 +97,24 @@ pub fn render(
     text.family("info", "gauge", "The program.");
     text.sample("info", &[("version", &env!("CARGO_PKG_VERSION"))], 1);
     text.family("vm_state", "gauge", "1 for the state that the VM is in.");
-    for candidate in
-        [VmState::Created, VmState::Running, VmState::ShuttingDown, VmState::Stopped]
-    {
-        text.sample("vm_state", &[("state", &candidate)], u8::from(state == Some(candidate)));
+    for candidate in [
+        VmState::Created,
+        VmState::Running,
+        VmState::ShuttingDown,
+        VmState::Stopped,
+    ] {
+        text.sample(
+            "vm_state",
+            &[("state", &candidate)],
+            u8::from(state == Some(candidate)),
+        );
     }
     let points = [("created", timeline.created), ("started", timeline.started)];
-    text.family("boot_seconds", "gauge", "Seconds from process start to a point of the VM's start.");
+    text.family(
+        "boot_seconds",
+        "gauge",
+        "Seconds from process start to a point of the VM's start.",
+    );
     for (point, at) in points {
         if let Some(at) = at {
             text.sample("boot_seconds", &[("point", &point)], at.as_secs_f64());
@@ -112,10 +130,18 @@ pub fn render(
 
 fn render_machine(text: &mut Text, machine: &MachineMetrics<'_>) {
     text.single("ram_bytes", "gauge", "RAM of the guest.", machine.ram_bytes);
-    text.family("vcpu_exits_total", "counter", "Exits to userspace by vCPU and kind.");
+    text.family(
+        "vcpu_exits_total",
+        "counter",
+        "Exits to userspace by vCPU and kind.",
+    );
     for (index, counters) in &machine.vcpus {
         for (kind, value) in counters.values() {
-            text.sample("vcpu_exits_total", &[("vcpu", index), ("kind", &kind)], value);
+            text.sample(
+                "vcpu_exits_total",
+                &[("vcpu", index), ("kind", &kind)],
+                value,
+            );
         }
     }
     text.single(
@@ -130,9 +156,21 @@ fn render_machine(text: &mut Text, machine: &MachineMetrics<'_>) {
         "Serial output that nobody took in time.",
         machine.console_dropped_bytes,
     );
-    text.family("unclaimed_accesses_total", "counter", "Accesses that no device answers.");
-    text.sample("unclaimed_accesses_total", &[("space", &"port")], machine.unclaimed_port_accesses);
-    text.sample("unclaimed_accesses_total", &[("space", &"mmio")], machine.unclaimed_mmio_accesses);
+    text.family(
+        "unclaimed_accesses_total",
+        "counter",
+        "Accesses that no device answers.",
+    );
+    text.sample(
+        "unclaimed_accesses_total",
+        &[("space", &"port")],
+        machine.unclaimed_port_accesses,
+    );
+    text.sample(
+        "unclaimed_accesses_total",
+        &[("space", &"mmio")],
+        machine.unclaimed_mmio_accesses,
+    );
 }
 
 /// Name, help and counter of one row of a device's table.
@@ -144,31 +182,99 @@ fn rows(metrics: &DeviceMetrics) -> Vec<Row<'_>> {
             ("block_reads_total", "Read requests done.", &m.reads),
             ("block_read_bytes_total", "Bytes read.", &m.read_bytes),
             ("block_writes_total", "Write requests done.", &m.writes),
-            ("block_written_bytes_total", "Bytes written.", &m.written_bytes),
+            (
+                "block_written_bytes_total",
+                "Bytes written.",
+                &m.written_bytes,
+            ),
             ("block_flushes_total", "Flushes done.", &m.flushes),
             ("block_discards_total", "Discards done.", &m.discards),
-            ("block_write_zeroes_total", "Write-zeroes requests done.", &m.write_zeroes),
-            ("block_failed_total", "Requests that the host or the image failed.", &m.failed),
-            ("block_refused_total", "Requests refused as malformed or out of range.", &m.refused),
+            (
+                "block_write_zeroes_total",
+                "Write-zeroes requests done.",
+                &m.write_zeroes,
+            ),
+            (
+                "block_failed_total",
+                "Requests that the host or the image failed.",
+                &m.failed,
+            ),
+            (
+                "block_refused_total",
+                "Requests refused as malformed or out of range.",
+                &m.refused,
+            ),
         ],
         DeviceMetrics::Net(m) => vec![
-            ("net_rx_frames_total", "Frames handed to the guest.", &m.rx_frames),
-            ("net_rx_bytes_total", "Bytes handed to the guest.", &m.rx_bytes),
-            ("net_rx_dropped_total", "Frames without a fitting buffer of the guest.", &m.rx_dropped),
-            ("net_rx_starved_total", "Times that the guest had no buffers.", &m.rx_starved),
-            ("net_tx_frames_total", "Frames taken from the guest.", &m.tx_frames),
-            ("net_tx_bytes_total", "Bytes taken from the guest.", &m.tx_bytes),
-            ("net_tx_malformed_total", "Malformed frames of the guest.", &m.tx_malformed),
-            ("net_tx_refused_total", "Frames that the host refused.", &m.tx_refused),
-            ("net_tx_blocked_total", "Times that the host could take no more.", &m.tx_blocked),
-            ("net_control_ok_total", "Control commands carried out.", &m.control_ok),
-            ("net_control_refused_total", "Control commands refused.", &m.control_refused),
+            (
+                "net_rx_frames_total",
+                "Frames handed to the guest.",
+                &m.rx_frames,
+            ),
+            (
+                "net_rx_bytes_total",
+                "Bytes handed to the guest.",
+                &m.rx_bytes,
+            ),
+            (
+                "net_rx_dropped_total",
+                "Frames without a fitting buffer of the guest.",
+                &m.rx_dropped,
+            ),
+            (
+                "net_rx_starved_total",
+                "Times that the guest had no buffers.",
+                &m.rx_starved,
+            ),
+            (
+                "net_tx_frames_total",
+                "Frames taken from the guest.",
+                &m.tx_frames,
+            ),
+            (
+                "net_tx_bytes_total",
+                "Bytes taken from the guest.",
+                &m.tx_bytes,
+            ),
+            (
+                "net_tx_malformed_total",
+                "Malformed frames of the guest.",
+                &m.tx_malformed,
+            ),
+            (
+                "net_tx_refused_total",
+                "Frames that the host refused.",
+                &m.tx_refused,
+            ),
+            (
+                "net_tx_blocked_total",
+                "Times that the host could take no more.",
+                &m.tx_blocked,
+            ),
+            (
+                "net_control_ok_total",
+                "Control commands carried out.",
+                &m.control_ok,
+            ),
+            (
+                "net_control_refused_total",
+                "Control commands refused.",
+                &m.control_refused,
+            ),
         ],
         DeviceMetrics::Rng(m) => vec![
             ("rng_requests_total", "Requests answered.", &m.requests),
             ("rng_bytes_total", "Bytes of entropy handed out.", &m.bytes),
-            ("rng_delayed_total", "Requests that waited for the rate limit.", &m.delayed),
-            ("rng_failed_total", "Requests that the host's source failed.", &m.failed),
+            (
+                "rng_delayed_total",
+                "Requests that waited for the rate limit.",
+                &m.delayed,
+            ),
+            (
+                "rng_failed_total",
+                "Requests that the host's source failed.",
+                &m.failed,
+            ),
         ],
     }
 }
@@ -176,15 +282,47 @@ fn rows(metrics: &DeviceMetrics) -> Vec<Row<'_>> {
 fn transport_rows(device: &Device) -> Vec<Row<'_>> {
     let m = &device.transport;
     vec![
-        ("virtio_register_reads_total", "Register reads, an exit each.", &m.register_reads),
-        ("virtio_register_writes_total", "Register writes, an exit each.", &m.register_writes),
-        ("virtio_msix_accesses_total", "MSI-X table accesses, an exit each.", &m.msix_accesses),
-        ("virtio_notify_exits_total", "Notifications that took an exit.", &m.notify_exits),
-        ("virtio_activations_total", "Times the driver started the device.", &m.activations),
+        (
+            "virtio_register_reads_total",
+            "Register reads, an exit each.",
+            &m.register_reads,
+        ),
+        (
+            "virtio_register_writes_total",
+            "Register writes, an exit each.",
+            &m.register_writes,
+        ),
+        (
+            "virtio_msix_accesses_total",
+            "MSI-X table accesses, an exit each.",
+            &m.msix_accesses,
+        ),
+        (
+            "virtio_notify_exits_total",
+            "Notifications that took an exit.",
+            &m.notify_exits,
+        ),
+        (
+            "virtio_activations_total",
+            "Times the driver started the device.",
+            &m.activations,
+        ),
         ("virtio_resets_total", "Device resets.", &m.resets),
-        ("virtio_queue_resets_total", "Resets of single queues.", &m.queue_resets),
-        ("virtio_driver_errors_total", "Things a driver must not do.", &m.driver_errors),
-        ("virtio_host_errors_total", "Doorbells or vectors that KVM refused.", &m.host_errors),
+        (
+            "virtio_queue_resets_total",
+            "Resets of single queues.",
+            &m.queue_resets,
+        ),
+        (
+            "virtio_driver_errors_total",
+            "Things a driver must not do.",
+            &m.driver_errors,
+        ),
+        (
+            "virtio_host_errors_total",
+            "Doorbells or vectors that KVM refused.",
+            &m.host_errors,
+        ),
     ]
 }
 
@@ -194,7 +332,9 @@ fn render_devices(text: &mut Text, devices: &[Device]) {
     let all: Vec<(&str, Row<'_>)> = devices
         .iter()
         .flat_map(|device| {
-            let rows = rows(&device.metrics).into_iter().chain(transport_rows(device));
+            let rows = rows(&device.metrics)
+                .into_iter()
+                .chain(transport_rows(device));
             rows.map(|row| (device.id.as_str(), row))
         })
         .collect();
@@ -243,8 +383,12 @@ mod tests {
             unclaimed_mmio_accesses: 3,
             ram_bytes: 1 << 29,
         };
-        let text =
-            render(Some(&machine), Some(VmState::Running), 4, &Timeline::begin());
+        let text = render(
+            Some(&machine),
+            Some(VmState::Running),
+            4,
+            &Timeline::begin(),
+        );
         assert!(text.contains("drover_vm_state{state=\"running\"} 1\n"));
         assert!(text.contains("drover_vcpu_exits_total{vcpu=\"0\",kind=\"port-out\"} 5\n"));
         assert!(text.contains(
@@ -258,7 +402,11 @@ mod tests {
                 declared.push(name);
             } else if !line.starts_with('#') {
                 let name = line.split(['{', ' ']).next().unwrap();
-                assert_eq!(declared.last(), Some(&name), "{line} stands apart from its family");
+                assert_eq!(
+                    declared.last(),
+                    Some(&name),
+                    "{line} stands apart from its family"
+                );
             }
         }
     }

@@ -43,18 +43,25 @@ impl TerminationSignals {
             return Err(io::Error::from_raw_os_error(error));
         }
         // SAFETY: the set is initialised; -1 asks for a new descriptor.
-        let fd = unsafe { libc::signalfd(-1, set.as_ptr(), libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
+        let fd =
+            unsafe { libc::signalfd(-1, set.as_ptr(), libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: the descriptor was just made and belongs to nobody else.
-        Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok(Self { fd })
     }
 
     /// How many signals arrived since the last call.
     pub fn received(&self) -> usize {
         let mut info = [0; size_of::<libc::signalfd_siginfo>()];
-        std::iter::from_fn(|| rustix::io::read(&self.fd, &mut info).ok().filter(|n| *n > 0)).count()
+        std::iter::from_fn(|| {
+            rustix::io::read(&self.fd, &mut info)
+                .ok()
+                .filter(|n| *n > 0)
+        })
+        .count()
     }
 }
 
@@ -126,8 +133,10 @@ mod tests {
         std::thread::spawn(|| {
             let signals = TerminationSignals::take().unwrap();
             assert_eq!(signals.received(), 0);
-            // SAFETY: sends a signal to the calling thread, which has it blocked.
-            unsafe { libc::pthread_kill(libc::pthread_self(), libc::SIGTERM) };
+            // SAFETY: names the calling thread.
+            let this = unsafe { libc::pthread_self() };
+            // SAFETY: the thread is alive, and has the signal blocked.
+            unsafe { libc::pthread_kill(this, libc::SIGTERM) };
             assert_eq!(signals.received(), 1);
             assert_eq!(signals.received(), 0);
         })

@@ -14,14 +14,19 @@ use crate::mailbox::{Answer, Mailbox, Message};
 #[derive(Debug, Default)]
 pub struct PublishedState(AtomicU8);
 
-const STATES: [VmState; 4] =
-    [VmState::Created, VmState::Running, VmState::ShuttingDown, VmState::Stopped];
+const STATES: [VmState; 4] = [
+    VmState::Created,
+    VmState::Running,
+    VmState::ShuttingDown,
+    VmState::Stopped,
+];
 
 impl PublishedState {
     /// Publishes `state`; `None` while there is no VM.
     pub fn set(&self, state: Option<VmState>) {
         let number = state.and_then(|state| STATES.iter().position(|known| *known == state));
-        self.0.store(number.map_or(0, |index| index as u8 + 1), Ordering::Release);
+        self.0
+            .store(number.map_or(0, |index| index as u8 + 1), Ordering::Release);
     }
 
     /// The state published last.
@@ -45,15 +50,19 @@ impl Service {
         state: Arc<PublishedState>,
         events: broadcast::Sender<Event>,
     ) -> Self {
-        Self { mailbox, state, events }
+        Self {
+            mailbox,
+            state,
+            events,
+        }
     }
 
     async fn ask<T>(&self, message: impl FnOnce(Answer<T>) -> Message) -> Reply<T> {
         let (answer, reply) = oneshot::channel();
         self.mailbox.send(message(answer));
-        reply.await.unwrap_or_else(|_| {
-            Err(ApiError::new(ErrorCode::Internal, "the process is ending"))
-        })
+        reply
+            .await
+            .unwrap_or_else(|_| Err(ApiError::new(ErrorCode::Internal, "the process is ending")))
     }
 }
 
@@ -71,7 +80,8 @@ impl VmService for Service {
     }
 
     async fn create(&self, config: VmConfig) -> Reply<Created> {
-        self.ask(|answer| Message::Create(Box::new(config), answer)).await
+        self.ask(|answer| Message::Create(Box::new(config), answer))
+            .await
     }
 
     async fn delete(&self) -> Reply<()> {

@@ -35,8 +35,14 @@ pub enum Role {
 
 impl Role {
     /// All of them.
-    pub const ALL: [Self; 6] =
-        [Self::Control, Self::Api, Self::Vcpu, Self::Disk, Self::Net, Self::Slow];
+    pub const ALL: [Self; 6] = [
+        Self::Control,
+        Self::Api,
+        Self::Vcpu,
+        Self::Disk,
+        Self::Net,
+        Self::Slow,
+    ];
 
     fn code(self) -> &'static [u8] {
         match self {
@@ -86,12 +92,21 @@ fn program(role: Role, sandbox: Sandbox) -> BpfProgram {
     let decode = |bytes: &[u8; INSTRUCTION]| {
         let k = u32::from_ne_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
         let code = u16::from_ne_bytes([bytes[0], bytes[1]]);
-        let relaxed =
-            sandbox == Sandbox::Log && code == BPF_RET_K && k == SECCOMP_RET_KILL_PROCESS;
+        let relaxed = sandbox == Sandbox::Log && code == BPF_RET_K && k == SECCOMP_RET_KILL_PROCESS;
         let k = if relaxed { SECCOMP_RET_LOG } else { k };
-        sock_filter { code, jt: bytes[2], jf: bytes[3], k }
+        sock_filter {
+            code,
+            jt: bytes[2],
+            jf: bytes[3],
+            k,
+        }
     };
-    role.code().as_chunks::<INSTRUCTION>().0.iter().map(decode).collect()
+    role.code()
+        .as_chunks::<INSTRUCTION>()
+        .0
+        .iter()
+        .map(decode)
+        .collect()
 }
 
 /// Narrows the calling thread to `role`, and forbids it new privileges.
@@ -102,8 +117,11 @@ pub fn narrow(role: Role, sandbox: Sandbox) -> io::Result<()> {
     if sandbox == Sandbox::Off {
         return Ok(());
     }
-    seccompiler::apply_filter(&program(role, sandbox))
-        .map_err(|error| io::Error::other(format!("cannot install the {role:?} seccomp policy: {error}")))
+    seccompiler::apply_filter(&program(role, sandbox)).map_err(|error| {
+        io::Error::other(format!(
+            "cannot install the {role:?} seccomp policy: {error}"
+        ))
+    })
 }
 
 /// Starts threads that narrow themselves before they do anything else.
@@ -129,14 +147,17 @@ impl ThreadStarter {
         body: impl FnOnce() + Send + 'static,
     ) -> io::Result<JoinHandle<()>> {
         let sandbox = self.sandbox;
-        Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn(move || {
-            if let Err(error) = narrow(role, sandbox) {
-                // Going on without the policy would be worse than a thread that is not there: whoever waits for it says so.
-                tracing::error!(%error, "a thread did not start");
-                return;
-            }
-            body();
-        })
+        Builder::new()
+            .name(name.to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn(move || {
+                if let Err(error) = narrow(role, sandbox) {
+                    // Going on without the policy would be worse than a thread that is not there: whoever waits for it says so.
+                    tracing::error!(%error, "a thread did not start");
+                    return;
+                }
+                body();
+            })
     }
 }
 
@@ -161,8 +182,16 @@ mod tests {
             let last = |sandbox| program(role, sandbox).last().map(|last| last.k);
             let program = program(role, Sandbox::Enforce);
             assert!(program.len() > 10, "{role:?}");
-            assert!(program.iter().any(|i| i.code == BPF_RET_K && i.k == SECCOMP_RET_KILL_PROCESS));
-            assert_eq!(last(Sandbox::Enforce), Some(SECCOMP_RET_KILL_PROCESS), "{role:?}");
+            assert!(
+                program
+                    .iter()
+                    .any(|i| i.code == BPF_RET_K && i.k == SECCOMP_RET_KILL_PROCESS)
+            );
+            assert_eq!(
+                last(Sandbox::Enforce),
+                Some(SECCOMP_RET_KILL_PROCESS),
+                "{role:?}"
+            );
             assert_eq!(last(Sandbox::Log), Some(SECCOMP_RET_LOG), "{role:?}");
         }
     }
@@ -171,7 +200,9 @@ mod tests {
     fn a_narrowed_thread_still_ends_cleanly_in_every_role() {
         for role in Role::ALL {
             let thread = ThreadStarter::new(Sandbox::Enforce)
-                .start("narrowed", role, || drop(std::hint::black_box(vec![0u8; 1 << 20])))
+                .start("narrowed", role, || {
+                    drop(std::hint::black_box(vec![0u8; 1 << 20]));
+                })
                 .unwrap();
             thread.join().unwrap();
         }

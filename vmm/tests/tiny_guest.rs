@@ -49,7 +49,11 @@ fn a_reset_through_port_0xcf9_boots_the_guest_again_in_the_same_process() {
     let mut vm = Vm::running(boots_three_times(Code::new().reset()), "");
     assert_eq!(vm.outcome(), Outcome::Clean);
     assert_eq!(vm.serial(), "123");
-    let resets = vm.events().iter().filter(|kind| **kind == EventKind::Reset).count();
+    let resets = vm
+        .events()
+        .iter()
+        .filter(|kind| **kind == EventKind::Reset)
+        .count();
     assert_eq!(resets, 2);
 }
 
@@ -66,7 +70,14 @@ fn a_reset_through_the_keyboard_controller_boots_the_guest_again() {
 fn a_triple_fault_boots_the_guest_again() {
     needs_kvm!();
     // A selector beyond the descriptor table faults, and there is no interrupt table to deliver that, or the fault about it, through.
-    let mut vm = Vm::running(boots_three_times(Code::new().raw(&[0x66, 0xb8, 0x50, 0x00, 0x8e, 0xd8]).halt()), "");
+    let mut vm = Vm::running(
+        boots_three_times(
+            Code::new()
+                .raw(&[0x66, 0xb8, 0x50, 0x00, 0x8e, 0xd8])
+                .halt(),
+        ),
+        "",
+    );
     let outcome = vm.outcome();
     assert_eq!(outcome, Outcome::Clean, "{:?}", vm.events());
     assert_eq!(vm.serial(), "123");
@@ -86,17 +97,27 @@ fn the_api_resets_a_running_guest() {
 fn a_guest_that_cannot_go_on_is_a_crash_with_an_outcome_of_its_own() {
     needs_kvm!();
     // Jumps to where there is neither RAM nor a device.
-    let nowhere = Code::new().print("x").raw(&[0xb8, 0x00, 0x00, 0x00, 0xd0, 0xff, 0xe0]);
+    let nowhere = Code::new()
+        .print("x")
+        .raw(&[0xb8, 0x00, 0x00, 0x00, 0xd0, 0xff, 0xe0]);
     let mut vm = Vm::running(nowhere, "");
     assert_eq!(vm.outcome(), Outcome::Crashed);
     assert_eq!(vm.serial(), "x");
-    assert!(vm.events().iter().any(|kind| matches!(kind, EventKind::Crashed { reason } if !reason.is_empty())));
+    assert!(
+        vm.events()
+            .iter()
+            .any(|kind| matches!(kind, EventKind::Crashed { reason } if !reason.is_empty()))
+    );
 }
 
 #[test]
 fn the_power_button_lets_a_guest_shut_itself_down() {
     needs_kvm!();
-    let code = Code::new().print("ready").wait_for_power_button().print(" bye").power_off();
+    let code = Code::new()
+        .print("ready")
+        .wait_for_power_button()
+        .print(" bye")
+        .power_off();
     let mut vm = Vm::running(code, "");
     vm.wait_for("ready");
     assert_eq!(vm.shutdown(60_000).unwrap().state, VmState::ShuttingDown);
@@ -124,11 +145,20 @@ fn calls_are_idempotent_or_tell_the_state_that_forbids_them() {
     needs_kvm!();
     let vm = Vm::idle();
     assert_eq!(vm.view().unwrap_err().code, ErrorCode::NoVm);
-    assert!(vm.ask(drover_vmm::mailbox::Message::Delete).is_ok(), "nothing to delete");
+    assert!(
+        vm.ask(drover_vmm::mailbox::Message::Delete).is_ok(),
+        "nothing to delete"
+    );
 
     let config = Vm::config(vm.directory.path(), Code::new().print("on").halt(), "");
-    assert!(matches!(vm.create(config.clone()).unwrap(), Created::New(_)));
-    assert!(matches!(vm.create(config.clone()).unwrap(), Created::Existing(_)));
+    assert!(matches!(
+        vm.create(config.clone()).unwrap(),
+        Created::New(_)
+    ));
+    assert!(matches!(
+        vm.create(config.clone()).unwrap(),
+        Created::Existing(_)
+    ));
     let mut other = config;
     other.name = "other".to_owned();
     assert_eq!(vm.create(other).unwrap_err().state, Some(VmState::Created));
@@ -137,7 +167,10 @@ fn calls_are_idempotent_or_tell_the_state_that_forbids_them() {
     assert_eq!(vm.start().unwrap().state, VmState::Running);
     assert_eq!(vm.start().unwrap().state, VmState::Running);
     let refused = vm.ask(drover_vmm::mailbox::Message::Delete).unwrap_err();
-    assert_eq!((refused.code, refused.state), (ErrorCode::WrongState, Some(VmState::Running)));
+    assert_eq!(
+        (refused.code, refused.state),
+        (ErrorCode::WrongState, Some(VmState::Running))
+    );
 }
 
 #[test]
@@ -146,11 +179,20 @@ fn a_created_vm_can_be_deleted_and_another_made() {
     let vm = Vm::idle();
     // A writable image admits one owner: the next round opens it only if the last one let go of it.
     let image = vm.directory.path().join("disk");
-    std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
-    let disks = format!("disks: [{{id: root, format: raw, path: {}}}]", image.display());
+    std::fs::File::create(&image)
+        .unwrap()
+        .set_len(1 << 20)
+        .unwrap();
+    let disks = format!(
+        "disks: [{{id: root, format: raw, path: {}}}]",
+        image.display()
+    );
     for round in 0..3 {
         let config = Vm::config(vm.directory.path(), Code::new().halt(), &disks);
-        assert!(matches!(vm.create(config), Ok(Created::New(_))), "round {round}");
+        assert!(
+            matches!(vm.create(config), Ok(Created::New(_))),
+            "round {round}"
+        );
         vm.ask(drover_vmm::mailbox::Message::Delete).unwrap();
         assert_eq!(vm.view().unwrap_err().code, ErrorCode::NoVm);
     }
@@ -161,8 +203,8 @@ fn string_output_reaches_the_port_byte_by_byte() {
     needs_kvm!();
     // mov esi, text; mov ecx, 5; mov edx, 0x3f8; rep outsb
     let code = Code::new().raw(&[
-        0xbe, 0x16, 0x00, 0x10, 0x00, 0xb9, 0x05, 0, 0, 0, 0xba, 0xf8, 0x03, 0, 0, 0xfc, 0xf3, 0x6e,
-        0x90, 0xf4, 0xeb, 0xfd, b'r', b'e', b'p', b'!', b'\n',
+        0xbe, 0x16, 0x00, 0x10, 0x00, 0xb9, 0x05, 0, 0, 0, 0xba, 0xf8, 0x03, 0, 0, 0xfc, 0xf3,
+        0x6e, 0x90, 0xf4, 0xeb, 0xfd, b'r', b'e', b'p', b'!', b'\n',
     ]);
     let vm = Vm::running(code, "");
     vm.wait_for("rep!\n");
@@ -176,7 +218,10 @@ fn exits_and_unclaimed_accesses_are_counted() {
     vm.wait_for("x");
     let metrics = vm.metrics();
     let value = |name: &str| -> u64 {
-        let line = metrics.lines().find(|line| line.starts_with(name)).expect(name);
+        let line = metrics
+            .lines()
+            .find(|line| line.starts_with(name))
+            .expect(name);
         line.rsplit(' ').next().unwrap().parse().unwrap()
     };
     assert!(value("drover_vcpu_exits_total{vcpu=\"0\",kind=\"port-out\"}") >= 2);
@@ -199,13 +244,22 @@ fn what_the_host_cannot_give_is_refused_with_the_field_to_change() {
     let mut missing = config.clone();
     missing.boot.kernel = vm.directory.path().join("nothing");
     let error = vm.create(missing).unwrap_err();
-    assert_eq!((error.status(), error.field.as_deref()), (422, Some("boot.kernel")));
+    assert_eq!(
+        (error.status(), error.field.as_deref()),
+        (422, Some("boot.kernel"))
+    );
     let mut huge = config.clone();
     huge.memory.size.0 = 1 << 40;
-    assert_eq!(vm.create(huge).unwrap_err().field.as_deref(), Some("memory.size"));
+    assert_eq!(
+        vm.create(huge).unwrap_err().field.as_deref(),
+        Some("memory.size")
+    );
     let mut no_kernel = config;
     no_kernel.boot.kernel = vm.directory.path().join("text");
     std::fs::write(&no_kernel.boot.kernel, "not a kernel").unwrap();
-    assert_eq!(vm.create(no_kernel).unwrap_err().field.as_deref(), Some("boot"));
+    assert_eq!(
+        vm.create(no_kernel).unwrap_err().field.as_deref(),
+        Some("boot")
+    );
     assert_eq!(vm.view().unwrap_err().code, ErrorCode::NoVm);
 }

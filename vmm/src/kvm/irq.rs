@@ -17,8 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use drover_devices::interrupt::{InterruptController, IrqLine, MsiMessage, MsiVector};
 use kvm_bindings::{
     KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
-    KVM_IRQCHIP_PIC_SLAVE, KvmIrqRouting, kvm_irq_routing_entry, kvm_irq_routing_entry__bindgen_ty_1,
-    kvm_irq_routing_irqchip, kvm_irq_routing_msi,
+    KVM_IRQCHIP_PIC_SLAVE, KvmIrqRouting, kvm_irq_routing_entry,
+    kvm_irq_routing_entry__bindgen_ty_1, kvm_irq_routing_irqchip, kvm_irq_routing_msi,
 };
 use kvm_ioctls::{Cap, VmFd};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -64,7 +64,10 @@ impl KvmInterrupts {
     pub fn new(vm: Arc<VmFd>) -> Self {
         let routes = usize::try_from(vm.check_extension_int(Cap::IrqRouting)).unwrap_or(0);
         let limit = routes.saturating_sub((IOAPIC_PINS + PIC_PINS) as usize);
-        let vectors = VectorTable { slots: Vec::new(), limit };
+        let vectors = VectorTable {
+            slots: Vec::new(),
+            limit,
+        };
         Self {
             shared: Arc::new(Shared {
                 vm,
@@ -115,13 +118,23 @@ impl InterruptController for KvmInterrupts {
         let mut vectors: Vec<Arc<dyn MsiVector>> = Vec::with_capacity(usize::from(count));
         for _ in 0..count {
             let event = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
-            let slot = Slot { event: event.clone(), message: None, irqfd: false };
+            let slot = Slot {
+                event: event.clone(),
+                message: None,
+                irqfd: false,
+            };
             let Some(index) = table.insert(slot) else {
                 // The vectors made so far lock the table when they are dropped.
                 drop(table);
-                return Err(io::Error::other("the kernel's interrupt routing table is full"));
+                return Err(io::Error::other(
+                    "the kernel's interrupt routing table is full",
+                ));
             };
-            vectors.push(Arc::new(KvmVector { shared: self.shared.clone(), index, event }));
+            vectors.push(Arc::new(KvmVector {
+                shared: self.shared.clone(),
+                index,
+                event,
+            }));
         }
         Ok(vectors)
     }
@@ -179,7 +192,11 @@ impl Shared {
 /// source override says and as every PC has it wired.
 fn chip_routes() -> Vec<kvm_irq_routing_entry> {
     let pic = (0..PIC_PINS).filter(|&gsi| gsi != 2).map(|gsi| {
-        let chip = if gsi < 8 { KVM_IRQCHIP_PIC_MASTER } else { KVM_IRQCHIP_PIC_SLAVE };
+        let chip = if gsi < 8 {
+            KVM_IRQCHIP_PIC_MASTER
+        } else {
+            KVM_IRQCHIP_PIC_SLAVE
+        };
         chip_route(gsi, chip, gsi % 8)
     });
     let ioapic = (0..IOAPIC_PINS)
@@ -192,7 +209,9 @@ fn chip_route(gsi: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
     kvm_irq_routing_entry {
         gsi,
         type_: KVM_IRQ_ROUTING_IRQCHIP,
-        u: kvm_irq_routing_entry__bindgen_ty_1 { irqchip: kvm_irq_routing_irqchip { irqchip, pin } },
+        u: kvm_irq_routing_entry__bindgen_ty_1 {
+            irqchip: kvm_irq_routing_irqchip { irqchip, pin },
+        },
         ..Default::default()
     }
 }
@@ -275,10 +294,15 @@ impl MsiVector for KvmVector {
 impl Drop for KvmVector {
     fn drop(&mut self) {
         let mut table = lock(&self.shared.vectors);
-        let Some(slot) = table.slots.get_mut(self.index).and_then(Option::take) else { return };
+        let Some(slot) = table.slots.get_mut(self.index).and_then(Option::take) else {
+            return;
+        };
         if slot.irqfd {
             // The descriptor is closed right after, which undoes the registration too, should this fail.
-            let _ = self.shared.vm.unregister_irqfd(&self.event, gsi_of(self.index));
+            let _ = self
+                .shared
+                .vm
+                .unregister_irqfd(&self.event, gsi_of(self.index));
             self.shared.dirty.store(true, Ordering::Release);
         }
     }
@@ -299,17 +323,36 @@ mod tests {
         let interrupts = KvmInterrupts::new(vm.fd().clone());
         let vectors = interrupts.msi_vectors(20).unwrap();
         for (data, vector) in (0x30..).zip(&vectors) {
-            vector.route(MsiMessage { address: 0xfee0_0000, data }).unwrap();
+            vector
+                .route(MsiMessage {
+                    address: 0xfee0_0000,
+                    data,
+                })
+                .unwrap();
         }
         assert_eq!(interrupts.route_writes(), 0);
         let _vcpu = vm.create_vcpu(0).unwrap();
         vectors[3].trigger().unwrap();
         vectors[4].trigger().unwrap();
         assert_eq!(interrupts.route_writes(), 1);
-        vectors[4].route(MsiMessage { address: 0xfee0_0000, data: 0x34 }).unwrap();
+        vectors[4]
+            .route(MsiMessage {
+                address: 0xfee0_0000,
+                data: 0x34,
+            })
+            .unwrap();
         vectors[4].trigger().unwrap();
-        assert_eq!(interrupts.route_writes(), 1, "an unchanged route is not written again");
-        vectors[4].route(MsiMessage { address: 0xfee0_0000, data: 0x77 }).unwrap();
+        assert_eq!(
+            interrupts.route_writes(),
+            1,
+            "an unchanged route is not written again"
+        );
+        vectors[4]
+            .route(MsiMessage {
+                address: 0xfee0_0000,
+                data: 0x77,
+            })
+            .unwrap();
         vectors[4].trigger().unwrap();
         assert_eq!(interrupts.route_writes(), 2);
     }

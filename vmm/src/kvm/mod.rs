@@ -4,12 +4,10 @@
 //! |---|---|
 //! | here | opening /dev/kvm with an error that says what to do, creating the VM with its PIC, I/O APIC, LAPICs and PIT |
 //! | [`irq`] | interrupt lines and MSI vectors over the GSI routing table |
-//! | [`chips`] | their state, for resets of the machine |
 //! | [`doorbell`] | guest writes turned into event descriptors inside the kernel |
 //!
 //! Interface: Documentation/virt/kvm/api.rst of the kernel.
 
-pub mod chips;
 pub mod doorbell;
 pub mod irq;
 
@@ -30,7 +28,9 @@ pub enum KvmError {
     )]
     Missing,
     /// /dev/kvm is there, and not for this user.
-    #[error("/dev/kvm: permission denied: add the user to the group kvm (usermod -aG kvm USER) or chmod 666 /dev/kvm")]
+    #[error(
+        "/dev/kvm: permission denied: add the user to the group kvm (usermod -aG kvm USER) or chmod 666 /dev/kvm"
+    )]
     Permission,
     /// /dev/kvm cannot be opened for another reason.
     #[error("/dev/kvm: {0}")]
@@ -53,7 +53,10 @@ pub enum KvmError {
 
 /// Turns the kernel's answer into [`KvmError::Step`].
 pub(crate) fn step(step: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> KvmError {
-    move |errno| KvmError::Step { step, source: errno.into() }
+    move |errno| KvmError::Step {
+        step,
+        source: errno.into(),
+    }
 }
 
 const NEEDED: [(Cap, &str); 9] = [
@@ -100,11 +103,19 @@ impl Vm {
         // Needed by VMX hosts without unrestricted guests; harmless elsewhere, so always set. The identity map goes first.
         fd.set_identity_map_address(layout::KVM_IDENTITY_MAP)
             .map_err(step("place the identity map page"))?;
-        fd.set_tss_address(layout::KVM_TSS as usize).map_err(step("place the TSS pages"))?;
-        fd.create_irq_chip().map_err(step("create the interrupt chips"))?;
-        let pit = kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() };
+        fd.set_tss_address(layout::KVM_TSS as usize)
+            .map_err(step("place the TSS pages"))?;
+        fd.create_irq_chip()
+            .map_err(step("create the interrupt chips"))?;
+        let pit = kvm_pit_config {
+            flags: KVM_PIT_SPEAKER_DUMMY,
+            ..Default::default()
+        };
         fd.create_pit2(pit).map_err(step("create the timer"))?;
-        Ok(Self { kvm, fd: Arc::new(fd) })
+        Ok(Self {
+            kvm,
+            fd: Arc::new(fd),
+        })
     }
 
     /// The VM's descriptor.
@@ -117,7 +128,9 @@ impl Vm {
     /// # Errors
     /// The kernel refused.
     pub fn supported_cpuid(&self) -> Result<CpuId, KvmError> {
-        self.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(step("read the supported CPUID"))
+        self.kvm
+            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+            .map_err(step("read the supported CPUID"))
     }
 
     /// The model specific registers that make up a vCPU's state.
@@ -125,7 +138,10 @@ impl Vm {
     /// # Errors
     /// The kernel refused.
     pub fn msr_indices(&self) -> Result<Vec<u32>, KvmError> {
-        let list = self.kvm.get_msr_index_list().map_err(step("list the MSRs"))?;
+        let list = self
+            .kvm
+            .get_msr_index_list()
+            .map_err(step("list the MSRs"))?;
         Ok(list.as_slice().to_vec())
     }
 
@@ -139,6 +155,8 @@ impl Vm {
     /// # Errors
     /// The kernel refused.
     pub fn create_vcpu(&self, apic_id: u32) -> Result<VcpuFd, KvmError> {
-        self.fd.create_vcpu(u64::from(apic_id)).map_err(step("create a vCPU"))
+        self.fd
+            .create_vcpu(u64::from(apic_id))
+            .map_err(step("create a vCPU"))
     }
 }

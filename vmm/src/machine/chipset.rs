@@ -53,7 +53,10 @@ impl Chipset {
     ) -> Result<Self, BuildError> {
         let (ports, mmio) = (Arc::new(Bus::new()), Arc::new(Bus::new()));
         let pci = PciBus::new(mmio.clone(), ports.clone());
-        let pm = Arc::new(PowerManagement::new(interrupts.line(gsi::SCI), power.clone()));
+        let pm = Arc::new(PowerManagement::new(
+            interrupts.line(gsi::SCI),
+            power.clone(),
+        ));
         let reset_control = Arc::new(ResetControl::new(power.clone()));
         let port_92 = Arc::new(SystemControlPortA::new(power.clone()));
         let keyboard = Arc::new(KeyboardController::new(power.clone()));
@@ -68,12 +71,18 @@ impl Chipset {
             ConfigPorts::attach(&pci, &ports, reset_control.clone()).map_err(BuildError::host)?;
         let fixed: [(u16, u16, Arc<dyn BusDevice>); 4] = [
             (SerialPort::COM1, SerialPort::LEN, serial.clone()),
-            (KeyboardController::PORT, KeyboardController::LEN, keyboard.clone()),
+            (
+                KeyboardController::PORT,
+                KeyboardController::LEN,
+                keyboard.clone(),
+            ),
             (Rtc::PORT, Rtc::LEN, rtc),
             (SystemControlPortA::PORT, 1, port_92.clone()),
         ];
         for (base, length, device) in fixed {
-            ports.insert(base.into(), length.into(), device).map_err(BuildError::host)?;
+            ports
+                .insert(base.into(), length.into(), device)
+                .map_err(BuildError::host)?;
         }
         let windows = BarWindows {
             memory32: vec![PCI_MMIO32_HIGH, PCI_MMIO32_LOW],
@@ -104,7 +113,9 @@ impl Chipset {
 
     /// Returns every device to its power-on state, while no vCPU runs.
     pub(super) fn reset(&self) -> Result<(), BuildError> {
-        self.pci.reset_all(DEVICE_RESET_TIMEOUT).map_err(BuildError::host)?;
+        self.pci
+            .reset_all(DEVICE_RESET_TIMEOUT)
+            .map_err(BuildError::host)?;
         self.config_ports.set_address(0);
         self.pm.reset();
         self.serial.reset();

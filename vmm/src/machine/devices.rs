@@ -89,7 +89,8 @@ impl Opened {
         Ok(Self {
             disks: disks.collect::<Result<_, _>>()?,
             nets: nets.collect::<Result<_, _>>()?,
-            rng: rng.map_err(|error| BuildError::of("rng")(format!("/dev/urandom: {error}").into()))?,
+            rng: rng
+                .map_err(|error| BuildError::of("rng")(format!("/dev/urandom: {error}").into()))?,
         })
     }
 
@@ -103,10 +104,16 @@ impl Opened {
         let mut slots = FIRST_SLOT..LPC_SLOT;
         let mut taken = Vec::new();
         let mut connect = |id: &str, device: Box<dyn VirtioDevice>, metrics| {
-            let slot = slots.next().ok_or_else(|| BuildError::host("no PCI slot is left"))?;
+            let slot = slots
+                .next()
+                .ok_or_else(|| BuildError::host("no PCI slot is left"))?;
             let transport = to.plug(slot, device)?;
             taken.push(slot);
-            devices.push(Device { id: id.to_owned(), metrics, transport });
+            devices.push(Device {
+                id: id.to_owned(),
+                metrics,
+                transport,
+            });
             Ok::<(), BuildError>(())
         };
         for (index, (disk, config)) in self.disks.into_iter().zip(&config.disks).enumerate() {
@@ -195,7 +202,9 @@ fn disk_spec(disk: &DiskConfig) -> DiskSpec {
             cache: cache(disk.cache),
         },
         backing: if disk.allow_header_backing {
-            Backing::FromHeader { cache: Cache::Buffered }
+            Backing::FromHeader {
+                cache: Cache::Buffered,
+            }
         } else {
             Backing::Explicit(disk.backing.iter().map(below).collect())
         },
@@ -210,7 +219,8 @@ fn open_taps(net: &NetConfig) -> Result<Vec<Tap>, Box<dyn Error + Send + Sync>> 
         TapConfig::Create(name) => Tap::create(name, net.queue_pairs, net.mtu)?,
         TapConfig::Fds(fds) => {
             let open = |fd: &i32| {
-                let file = duplicate_inherited(*fd).map_err(|error| format!("descriptor {fd}: {error}"))?;
+                let file = duplicate_inherited(*fd)
+                    .map_err(|error| format!("descriptor {fd}: {error}"))?;
                 Tap::from_fd(file).map_err(Box::<dyn Error + Send + Sync>::from)
             };
             fds.iter().map(open).collect::<Result<_, _>>()?

@@ -14,16 +14,20 @@ pub struct BuildError {
 
 impl BuildError {
     /// Something about `field` (`disks[0].path`).
-    pub fn of(
-        field: impl Into<String>,
-    ) -> impl FnOnce(Box<dyn Error + Send + Sync>) -> Self {
+    pub fn of(field: impl Into<String>) -> impl FnOnce(Box<dyn Error + Send + Sync>) -> Self {
         let field = field.into();
-        move |source| Self { field: Some(field), source }
+        move |source| Self {
+            field: Some(field),
+            source,
+        }
     }
 
     /// Something that no field is to blame for.
     pub fn host(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
-        Self { field: None, source: source.into() }
+        Self {
+            field: None,
+            source: source.into(),
+        }
     }
 
     /// The field of the definition, if one is to blame.
@@ -68,7 +72,10 @@ mod tests {
     #[test]
     fn the_message_is_one_line_that_begins_with_the_field() {
         let error = BuildError::of("disks[0].path")("cannot open:\n  no such file".into());
-        assert_eq!(error.to_string(), "disks[0].path: cannot open: no such file");
+        assert_eq!(
+            error.to_string(),
+            "disks[0].path: cannot open: no such file"
+        );
         let api = error.into_api_error();
         assert_eq!(api.field.as_deref(), Some("disks[0].path"));
         assert_eq!(api.status(), 422);

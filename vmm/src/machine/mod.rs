@@ -36,10 +36,10 @@ use self::power::PowerGate;
 use self::tables::FirmwareTables;
 use crate::boot::{BootFiles, DirectBoot};
 use crate::console::Console;
-use crate::kvm::chips::ChipState;
 use crate::kvm::doorbell::KvmDoorbells;
 use crate::kvm::irq::KvmInterrupts;
 use crate::kvm::{self, KvmError, step};
+use crate::kvm_state::vm::VmState;
 use crate::mailbox::{Mailbox, Message};
 use crate::memory::Memory;
 use crate::metrics::MachineMetrics;
@@ -57,7 +57,7 @@ pub struct Machine {
     chipset: Chipset,
     power: Arc<PowerGate>,
     interrupts: Arc<KvmInterrupts>,
-    chips: ChipState,
+    chips: VmState,
     vm: kvm::Vm,
     boot: BootFiles,
     tables: FirmwareTables,
@@ -89,8 +89,10 @@ impl Machine {
         })?;
         memory.register(vm.fd()).map_err(BuildError::host)?;
         let interrupts = Arc::new(KvmInterrupts::new(vm.fd().clone()));
-        interrupts.write_initial_routes().map_err(BuildError::host)?;
-        let chips = ChipState::capture(vm.fd()).map_err(BuildError::host)?;
+        interrupts
+            .write_initial_routes()
+            .map_err(BuildError::host)?;
+        let chips = VmState::save(vm.fd()).map_err(BuildError::host)?;
 
         let topology = topology(&config)?;
         let ram = RamLayout::new(config.memory.size.0);
@@ -118,6 +120,7 @@ impl Machine {
 
         let crash_mailbox = mailbox.clone();
         let surroundings = Arc::new(Surroundings {
+            vm: vm.fd().clone(),
             ports: chipset.ports.clone(),
             mmio: chipset.mmio.clone(),
             power: sink,
@@ -125,7 +128,8 @@ impl Machine {
             crashed: Box::new(move |reason| crash_mailbox.send(Message::Crashed(reason))),
             msr_indices: vm.msr_indices().map_err(BuildError::host)?,
         });
-        let vcpus = Vcpus::start(vcpus, &surroundings, &threads, &start).map_err(BuildError::host)?;
+        let vcpus =
+            Vcpus::start(vcpus, &surroundings, &threads, &start).map_err(BuildError::host)?;
         Ok(Self {
             vcpus,
             devices,
@@ -185,9 +189,16 @@ impl Machine {
     pub fn reset(&mut self) -> Result<(), BuildError> {
         self.vcpus.pause().map_err(BuildError::host)?;
         self.chipset.reset()?;
-        self.chips.restore(self.vm.fd()).map_err(BuildError::host)?;
-        let start =
-            load(&mut self.boot, &self.tables, &self.memory, &self.e820, RamContent::Used)?;
+        self.chips
+            .restore_chips(self.vm.fd())
+            .map_err(BuildError::host)?;
+        let start = load(
+            &mut self.boot,
+            &self.tables,
+            &self.memory,
+            &self.e820,
+            RamContent::Used,
+        )?;
         self.vcpus.reset(&start).map_err(BuildError::host)?;
         self.power.open();
         self.vcpus.run();
@@ -210,9 +221,12 @@ impl Machine {
 
 fn topology(config: &VmConfig) -> Result<Topology, BuildError> {
     let topology = match config.cpus.topology {
-        Some(TopologyConfig { sockets, dies, cores, threads }) => {
-            Topology::new(sockets.into(), dies.into(), cores.into(), threads.into())
-        }
+        Some(TopologyConfig {
+            sockets,
+            dies,
+            cores,
+            threads,
+        }) => Topology::new(sockets.into(), dies.into(), cores.into(), threads.into()),
         None => Topology::flat(config.cpus.count.into()),
     };
     topology.map_err(|error| BuildError::of("cpus")(error.into()))
@@ -225,7 +239,10 @@ fn create_vcpus(
 ) -> Result<(Vec<VcpuFd>, CpuidPolicy), BuildError> {
     let max = vm.max_vcpus();
     if topology.count() as usize > max {
-        let why = format!("{} processors, but this host's KVM allows {max}", topology.count());
+        let why = format!(
+            "{} processors, but this host's KVM allows {max}",
+            topology.count()
+        );
         return Err(BuildError::of("cpus.count")(why.into()));
     }
     let vcpus: Vec<VcpuFd> = topology
@@ -235,12 +252,14 @@ fn create_vcpus(
         .map_err(BuildError::host)?;
     let tsc_khz = vcpus.first().and_then(|vcpu| vcpu.get_tsc_khz().ok());
     let supported = vm.supported_cpuid().map_err(BuildError::host)?;
-    let policy = CpuidPolicy::host(supported.as_slice(), topology, tsc_khz)
-        .map_err(BuildError::host)?;
+    let policy =
+        CpuidPolicy::host(supported.as_slice(), topology, tsc_khz).map_err(BuildError::host)?;
     for (index, vcpu) in (0..).zip(&vcpus) {
         let leaves = CpuId::from_entries(&policy.for_vcpu(index))
             .map_err(|error| BuildError::host(format!("CPUID: {error:?}")))?;
-        vcpu.set_cpuid2(&leaves).map_err(step("set the CPUID")).map_err(BuildError::host)?;
+        vcpu.set_cpuid2(&leaves)
+            .map_err(step("set the CPUID"))
+            .map_err(BuildError::host)?;
     }
     Ok((vcpus, policy))
 }

@@ -23,7 +23,11 @@ pub(super) struct SerialBackEnd {
 
 impl SerialBackEnd {
     pub(super) fn open(config: &SerialConfig) -> Result<Self, BuildError> {
-        let plain = |output| Self { output, pty: None, terminal: None };
+        let plain = |output| Self {
+            output,
+            pty: None,
+            terminal: None,
+        };
         match config {
             SerialConfig::None => Ok(plain(Box::new(Nowhere))),
             SerialConfig::File { path } => {
@@ -38,13 +42,19 @@ impl SerialBackEnd {
                 let terminal = RawTerminal::enter().map_err(|error| {
                     BuildError::of("serial")(format!("the terminal: {error}").into())
                 })?;
-                Ok(Self { terminal, ..plain(Box::new(stdio)) })
+                Ok(Self {
+                    terminal,
+                    ..plain(Box::new(stdio))
+                })
             }
             SerialConfig::Pty => {
                 let pty = PtyConsole::open()
                     .map_err(|error| BuildError::of("serial")(format!("pty: {error}").into()))?;
                 let path = pty.path().to_owned();
-                Ok(Self { pty: Some(path), ..plain(Box::new(pty)) })
+                Ok(Self {
+                    pty: Some(path),
+                    ..plain(Box::new(pty))
+                })
             }
             SerialConfig::Socket { path, scrollback } => {
                 let (listener, guard) = bind_socket(path)

@@ -16,7 +16,10 @@ pub(super) struct PowerGate {
 
 impl PowerGate {
     pub(super) fn new(mailbox: Mailbox) -> Self {
-        Self { closed: Arc::default(), mailbox }
+        Self {
+            closed: Arc::default(),
+            mailbox,
+        }
     }
 
     /// True while closed.
@@ -46,13 +49,23 @@ mod tests {
     fn a_guest_that_resets_in_three_ways_at_once_resets_once() {
         let (sender, inbox) = mailbox().unwrap();
         let gate = PowerGate::new(sender);
-        for request in [PowerRequest::Reset, PowerRequest::Reset, PowerRequest::PowerOff] {
+        for request in [
+            PowerRequest::Reset,
+            PowerRequest::Reset,
+            PowerRequest::PowerOff,
+        ] {
             gate.request(request);
         }
-        assert!(matches!(inbox.next(), Some(Message::Power(PowerRequest::Reset))));
+        assert!(matches!(
+            inbox.next(),
+            Some(Message::Power(PowerRequest::Reset))
+        ));
         assert!(inbox.next().is_none());
         gate.open();
         gate.request(PowerRequest::PowerOff);
-        assert!(matches!(inbox.next(), Some(Message::Power(PowerRequest::PowerOff))));
+        assert!(matches!(
+            inbox.next(),
+            Some(Message::Power(PowerRequest::PowerOff))
+        ));
     }
 }

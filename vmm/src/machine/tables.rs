@@ -52,7 +52,11 @@ impl FirmwareTables {
 
     /// Writes them where they belong.
     pub(super) fn write(&self, memory: &GuestMemory) -> Result<(), BuildError> {
-        memory.write_slice(&self.acpi.blob, self.acpi.rsdp).map_err(BuildError::host)?;
-        memory.write_slice(&self.smbios.blob, self.smbios.address).map_err(BuildError::host)
+        memory
+            .write_slice(&self.acpi.blob, self.acpi.rsdp)
+            .map_err(BuildError::host)?;
+        memory
+            .write_slice(&self.smbios.blob, self.smbios.address)
+            .map_err(BuildError::host)
     }
 }

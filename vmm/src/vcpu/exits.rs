@@ -39,5 +39,8 @@ exit_counters! {
 /// Counts one exit.
 pub fn count(counter: &AtomicU64) {
     // The vCPU's thread is the only writer, so a plain load and store suffice and cost no locked instruction.
-    counter.store(counter.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    counter.store(
+        counter.load(Ordering::Relaxed).wrapping_add(1),
+        Ordering::Relaxed,
+    );
 }

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use drover_devices::bus::Bus;
 use drover_devices::platform::{PowerRequest, PowerSink};
-use kvm_ioctls::{VcpuExit, VcpuFd};
+use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use vmm_sys_util::signal::Killable;
 
 use self::exits::{ExitCounters, count};
@@ -100,6 +100,8 @@ pub trait BootState: Send + Sync {
 
 /// What the vCPUs of a machine share.
 pub struct Surroundings {
+    /// The VM that the vCPUs belong to.
+    pub vm: Arc<VmFd>,
     /// Port space.
     pub ports: Arc<Bus>,
     /// Device memory.
@@ -171,11 +173,13 @@ impl Vcpus {
         threads: &ThreadStarter,
         boot: &Arc<dyn BootState>,
     ) -> Result<Self, VcpuError> {
-        let mut all = Self { all: Vec::with_capacity(vcpus.len()) };
+        let mut all = Self {
+            all: Vec::with_capacity(vcpus.len()),
+        };
         let (replies, outcome) = channel();
         for (index, fd) in (0u8..).zip(vcpus) {
             let (commands, inbox) = channel();
-            let page = Arc::new(RunPage::new());
+            let page = Arc::new(RunPage::default());
             let counters = Arc::new(ExitCounters::default());
             let runner = Runner {
                 index,
@@ -189,7 +193,13 @@ impl Vcpus {
                     runner.body(fd, &its_page, &*its_boot, &its_reply);
                 })
                 .map_err(VcpuError::Thread)?;
-            all.all.push(Vcpu { index, commands, page, thread: Some(thread), counters });
+            all.all.push(Vcpu {
+                index,
+                commands,
+                page,
+                thread: Some(thread),
+                counters,
+            });
         }
         drop(replies);
         all.collect(&outcome, |reply: Result<(), CrashReason>| reply)?;
@@ -203,7 +213,10 @@ impl Vcpus {
 
     /// Exit counters, by vCPU.
     pub fn counters(&self) -> Vec<(u8, Arc<ExitCounters>)> {
-        self.all.iter().map(|vcpu| (vcpu.index, vcpu.counters.clone())).collect()
+        self.all
+            .iter()
+            .map(|vcpu| (vcpu.index, vcpu.counters.clone()))
+            .collect()
     }
 
     /// Lets all of them run.
@@ -235,7 +248,9 @@ impl Vcpus {
     pub fn reset(&self, boot: &Arc<dyn BootState>) -> Result<(), VcpuError> {
         let (reply, answers) = channel();
         for vcpu in &self.all {
-            let _ = vcpu.commands.send(Command::Reset(boot.clone(), reply.clone()));
+            let _ = vcpu
+                .commands
+                .send(Command::Reset(boot.clone(), reply.clone()));
         }
         drop(reply);
         self.collect(&answers, |answer| answer)
@@ -312,7 +327,11 @@ impl Runner {
         started: &Sender<Result<(), CrashReason>>,
     ) {
         let mut vcpu = Attached::new(fd, page);
-        let power_on = PowerOnState::capture(vcpu.fd(), &self.surroundings.msr_indices);
+        let power_on = PowerOnState::capture(
+            &self.surroundings.vm,
+            vcpu.fd(),
+            &self.surroundings.msr_indices,
+        );
         let power_on = power_on.and_then(|state| boot.apply(self.index, vcpu.fd()).map(|()| state));
         let power_on = match power_on {
             Ok(state) => state,
@@ -325,7 +344,9 @@ impl Runner {
         let mut next = None;
         loop {
             // The channel closes when the machine is dropped.
-            let Some(command) = next.take().or_else(|| self.inbox.recv().ok()) else { return };
+            let Some(command) = next.take().or_else(|| self.inbox.recv().ok()) else {
+                return;
+            };
             match command {
                 Command::Run => match self.run(&mut vcpu) {
                     Parked::ByCommand(command) => next = Some(command),
@@ -336,7 +357,7 @@ impl Runner {
                 }
                 Command::Reset(boot, reply) => {
                     let outcome = power_on
-                        .restore(vcpu.fd())
+                        .restore(&self.surroundings.vm, vcpu.fd())
                         .and_then(|()| boot.apply(self.index, vcpu.fd()));
                     let _ = reply.send(outcome.map_err(|error| self.reset_failed(&error)));
                 }
@@ -346,12 +367,17 @@ impl Runner {
     }
 
     fn reset_failed(&self, error: &KvmError) -> CrashReason {
-        CrashReason::Reset { vcpu: self.index, error: error.to_string() }
+        CrashReason::Reset {
+            vcpu: self.index,
+            error: error.to_string(),
+        }
     }
 
     fn run(&self, vcpu: &mut Attached<'_>) -> Parked {
         let (fd, page) = vcpu.split();
-        let Surroundings { ports, mmio, park, .. } = &*self.surroundings;
+        let Surroundings {
+            ports, mmio, park, ..
+        } = &*self.surroundings;
         let counters = &*self.counters;
         loop {
             match fd.run() {
@@ -395,12 +421,18 @@ impl Runner {
                     });
                 }
                 Ok(VcpuExit::FailEntry(reason, _cpu)) => {
-                    return self.crash(CrashReason::FailEntry { vcpu: self.index, reason });
+                    return self.crash(CrashReason::FailEntry {
+                        vcpu: self.index,
+                        reason,
+                    });
                 }
                 Ok(exit) => {
                     count(&counters.other);
                     let exit = format!("{exit:?}");
-                    return self.crash(CrashReason::Unexpected { vcpu: self.index, exit });
+                    return self.crash(CrashReason::Unexpected {
+                        vcpu: self.index,
+                        exit,
+                    });
                 }
                 // EAGAIN: an application processor was kicked before it was started.
                 Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {
@@ -410,7 +442,10 @@ impl Runner {
                 }
                 Err(error) => {
                     let error = error.to_string();
-                    return self.crash(CrashReason::Run { vcpu: self.index, error });
+                    return self.crash(CrashReason::Run {
+                        vcpu: self.index,
+                        error,
+                    });
                 }
             }
             if park.load(Ordering::Acquire) {

@@ -24,7 +24,9 @@ pub struct InternalError {
     pub data: Option<u64>,
 }
 
-/// Where a vCPU's kvm_run page is, for as long as the vCPU exists: what other threads need to kick it.
+/// Where a vCPU's kvm_run page is, for as long as the vCPU exists: what other threads need to kick it. While no vCPU is attached, kicks do
+/// nothing.
+#[derive(Default)]
 pub struct RunPage {
     page: Mutex<Option<NonNull<kvm_run>>>,
 }
@@ -36,11 +38,6 @@ unsafe impl Send for RunPage {}
 unsafe impl Sync for RunPage {}
 
 impl RunPage {
-    /// A page that is not attached yet: kicks do nothing.
-    pub fn new() -> Self {
-        Self { page: Mutex::new(None) }
-    }
-
     fn set(&self, page: Option<NonNull<kvm_run>>) {
         *self.page.lock().unwrap_or_else(PoisonError::into_inner) = page;
     }
@@ -83,7 +80,13 @@ impl<'a> Attached<'a> {
 
     /// The vCPU to run, and its page to look at while an exit is handled.
     pub fn split(&mut self) -> (&mut VcpuFd, PageView<'_>) {
-        (&mut self.fd, PageView { page: self.page, _vcpu: PhantomData })
+        (
+            &mut self.fd,
+            PageView {
+                page: self.page,
+                _vcpu: PhantomData,
+            },
+        )
     }
 }
 
@@ -109,15 +112,19 @@ impl PageView<'_> {
     /// Width in bytes of one access of the port exit that KVM_RUN just returned with: a string instruction hands over several at once.
     pub fn port_access_width(&self) -> usize {
         // SAFETY: the page is mapped as long as the view lives, and the thread that has the view is the one that ran the vCPU, so
-        // nobody writes; every bit pattern is valid for this plain structure.
-        let io = unsafe { (*self.page.as_ptr()).__bindgen_anon_1.io };
+        // nobody writes.
+        let page = unsafe { self.page.as_ref() };
+        // SAFETY: the exit was a port's, for which this field of the union holds the data; any bits are valid.
+        let io = unsafe { page.__bindgen_anon_1.io };
         usize::from(io.size).clamp(1, 4)
     }
 
     /// Details of the internal error that KVM_RUN just returned with.
     pub fn internal_error(&self) -> InternalError {
         // SAFETY: as in `port_access_width`.
-        let internal = unsafe { (*self.page.as_ptr()).__bindgen_anon_1.internal };
+        let page = unsafe { self.page.as_ref() };
+        // SAFETY: the exit was an internal error, for which this field of the union holds the data; any bits are valid.
+        let internal = unsafe { page.__bindgen_anon_1.internal };
         InternalError {
             suberror: internal.suberror,
             data: (internal.ndata > 0).then_some(internal.data[0]),

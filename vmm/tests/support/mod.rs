@@ -22,7 +22,11 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Whether guests can be run here; says so where not, so that a skipped test is visible.
 pub(crate) fn kvm_or_skip() -> bool {
-    let usable = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok();
+    let usable = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/kvm")
+        .is_ok();
     if !usable {
         eprintln!("skipped: no usable /dev/kvm");
     }
@@ -99,12 +103,15 @@ impl Code {
 
     /// Writes `text` to the serial port.
     pub(crate) fn print(self, text: &str) -> Self {
-        text.bytes().fold(self, |code, byte| code.raw(&[0xb0, byte]).out_al(0x3f8))
+        text.bytes()
+            .fold(self, |code, byte| code.raw(&[0xb0, byte]).out_al(0x3f8))
     }
 
     /// Turns the machine off: SLP_EN with SLP_TYP 0 into PM1_CNT.
     pub(crate) fn power_off(self) -> Self {
-        self.port(0x604).raw(&[0xb8, 0x00, 0x20, 0, 0, 0x66, 0xef]).halt()
+        self.port(0x604)
+            .raw(&[0xb8, 0x00, 0x20, 0, 0, 0x66, 0xef])
+            .halt()
     }
 
     /// Resets the machine through port 0xcf9.
@@ -120,7 +127,8 @@ impl Code {
     /// Waits until the power button's status bit shows in PM1_STS.
     pub(crate) fn wait_for_power_button(self) -> Self {
         // in ax, dx; test ah, 1; jz back to in
-        self.port(0x600).raw(&[0x66, 0xed, 0xf6, 0xc4, 0x01, 0x74, 0xf9])
+        self.port(0x600)
+            .raw(&[0x66, 0xed, 0xf6, 0xc4, 0x01, 0x74, 0xf9])
     }
 
     pub(crate) fn bytes(self) -> Vec<u8> {
@@ -169,9 +177,17 @@ impl Vm {
                 events: sender,
                 timeline: Timeline::begin(),
             });
-            control.expect("a control thread").run().expect("an event loop")
+            control
+                .expect("a control thread")
+                .run()
+                .expect("an event loop")
         });
-        Self { mailbox, events, thread: Some(thread), directory }
+        Self {
+            mailbox,
+            events,
+            thread: Some(thread),
+            directory,
+        }
     }
 
     /// A control thread with a VM that runs `code`.
@@ -226,7 +242,11 @@ impl Vm {
     pub(crate) fn wait_for(&self, text: &str) {
         let deadline = Instant::now() + PATIENCE;
         while !self.serial().contains(text) {
-            assert!(Instant::now() < deadline, "no {text:?} in {:?}", self.serial());
+            assert!(
+                Instant::now() < deadline,
+                "no {text:?} in {:?}",
+                self.serial()
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -236,7 +256,11 @@ impl Vm {
         let thread = self.thread.take().expect("not asked before");
         let deadline = Instant::now() + PATIENCE;
         while !thread.is_finished() {
-            assert!(Instant::now() < deadline, "still running; serial: {:?}", self.serial());
+            assert!(
+                Instant::now() < deadline,
+                "still running; serial: {:?}",
+                self.serial()
+            );
             std::thread::sleep(Duration::from_millis(2));
         }
         thread.join().expect("the control thread does not panic")

@@ -252,7 +252,7 @@ fn a_power_cut_at_any_point_leaves_leaks_at_most_and_everything_flushed() {
             syncs > 20 && punches > 5,
             "the run does too little: {syncs} {punches}"
         );
-        for _ in 0..250 {
+        for _ in 0..120 {
             let cut = random.below(events.len() as u64 + 1) as usize;
             std::fs::write(path, cut_file(&before, &events, cut, &mut random)).unwrap();
             let report = image::check(path, Format::Qcow2).unwrap();
@@ -276,7 +276,7 @@ fn a_power_cut_at_any_point_leaves_leaks_at_most_and_everything_flushed() {
 #[test]
 fn a_request_that_fails_leaves_the_image_sound_and_the_rest_readable() {
     for errno in [libc::ENOSPC, libc::EIO] {
-        for nth in 0..60 {
+        for nth in 0..30 {
             let scene = Scene::new(512, 16, 96 * 1024, nth % 2 == 0, nth % 3 == 0);
             let tape = tape::insert();
             let mut disk = Disk::open(&scene.spec).unwrap();

@@ -338,3 +338,37 @@ fn a_request_that_fails_leaves_the_image_sound_and_the_rest_readable() {
         }
     }
 }
+
+#[test]
+fn a_flush_that_failed_once_never_succeeds_again() {
+    let scene = Scene::new(512, 16, 96 * 1024, false, true);
+    let Backing::Explicit(layers) = &scene.spec.backing else {
+        unreachable!("made above")
+    };
+    let raw = DiskSpec {
+        top: layers[0].clone(),
+        backing: Backing::Explicit(vec![]),
+        ..scene.spec.clone()
+    };
+    for spec in [raw, scene.spec.clone()] {
+        let tape = tape::insert();
+        let mut disk = Disk::open(&spec).unwrap();
+        let write = || Op::Write {
+            offset: 0,
+            buffers: Buffers::from_vec(vec![1; 4096]),
+        };
+        disk.execute(&write()).unwrap();
+        disk.execute(&Op::Flush).unwrap();
+        disk.execute(&write()).unwrap();
+        // The next change of the file is the fdatasync.
+        tape.borrow_mut().fail = Some((0, libc::EIO));
+        assert!(disk.execute(&Op::Flush).is_err());
+        assert!(tape.borrow().fail.is_none());
+        assert!(
+            disk.execute(&Op::Flush).is_err(),
+            "the second attempt proves nothing"
+        );
+        assert!(disk.close().is_err());
+        tape::eject();
+    }
+}

@@ -81,6 +81,8 @@ pub(crate) struct BlockFile {
     /// Number of changes made, and how many of them are known to be durable.
     changes: Cell<u64>,
     durable: Cell<u64>,
+    /// The error of an fdatasync that failed: nobody knows what was lost, so it stays.
+    sync_failed: Cell<Option<i32>>,
     /// Whether the host's file system can punch holes; assumed until it says no.
     punches: Cell<bool>,
     zeroes_range: Cell<bool>,
@@ -136,6 +138,7 @@ impl BlockFile {
             end: Cell::new(end),
             changes: Cell::new(0),
             durable: Cell::new(0),
+            sync_failed: Cell::new(None),
             punches: Cell::new(true),
             zeroes_range: Cell::new(true),
             is_device,
@@ -267,15 +270,25 @@ impl BlockFile {
         self.changes.set(self.changes.get().wrapping_add(1));
     }
 
-    /// Makes all that was written durable. Does nothing where nothing was written since the last time.
+    /// Makes all that was written durable. Does nothing where nothing was written since the last time. Once it has failed it
+    /// fails for good: the kernel forgets the pages that it could not write, and would call the next attempt a success.
     pub(crate) async fn sync(&self) -> io::Result<()> {
+        if let Some(errno) = self.sync_failed.get() {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
         let seen = self.changes.get();
         if self.durable.get() == seen {
             return Ok(());
         }
-        self.io.fdatasync(self.fd()).await?;
-        self.durable.set(seen);
-        Ok(())
+        let result = self.io.fdatasync(self.fd()).await;
+        match &result {
+            Ok(()) => self.durable.set(seen),
+            Err(error) => {
+                self.sync_failed
+                    .set(Some(error.raw_os_error().unwrap_or(libc::EIO)));
+            }
+        }
+        result
     }
 
     /// Gives space back; true if the range reads as zero from now on, false where the host cannot do that.

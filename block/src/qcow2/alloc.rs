@@ -23,8 +23,9 @@ pub(super) struct Allocator {
     pub(super) pending: Vec<u64>,
 }
 
-/// Pending frees that make a flush worthwhile for their own sake.
+/// Pending frees that make a flush worthwhile for their own sake: so many clusters, or so many bytes.
 const PENDING_LIMIT: usize = 4096;
+const PENDING_BYTES: u64 = 32 * 1024 * 1024;
 /// Punched clusters that are remembered; more only cost the writing of zeros.
 const PUNCHED_LIMIT: usize = 1 << 18;
 
@@ -185,7 +186,9 @@ impl Qcow2 {
 
     /// Whether so much waits to be freed that a flush should not wait for the guest's.
     pub(super) fn has_much_to_free(&self) -> bool {
-        self.allocator.borrow().pending.len() >= PENDING_LIMIT
+        let pending = self.allocator.borrow().pending.len();
+        let bytes = (pending as u64).saturating_mul(self.geometry().cluster_size());
+        pending >= PENDING_LIMIT || bytes >= PENDING_BYTES
     }
 
     /// Frees what waits for it; every pointer to it has been durably cleared. The tables are held.

@@ -224,9 +224,7 @@ impl Qcow2 {
             table.at.entries = entries.len() as u64;
             table.entries = entries;
         }
-        self.overlap
-            .borrow_mut()
-            .release(geometry, old.offset, old_entries * 8);
+        self.overlap.borrow_mut().release(geometry, old.offset);
         self.free_later(
             geometry.cluster(old.offset),
             (old_entries * 8).div_ceil(geometry.cluster_size()),

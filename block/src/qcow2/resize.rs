@@ -121,9 +121,7 @@ impl Qcow2 {
         }
         let bytes = old.entries * 8;
         if bytes > 0 {
-            self.overlap
-                .borrow_mut()
-                .release(geometry, old.offset, bytes);
+            self.overlap.borrow_mut().release(geometry, old.offset);
             let count = bytes.div_ceil(geometry.cluster_size());
             self.free_later(geometry.cluster(old.offset), count);
         }

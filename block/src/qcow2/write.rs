@@ -301,7 +301,7 @@ impl Qcow2 {
         {
             let mut overlap = self.overlap.borrow_mut();
             if let Some(old) = old {
-                overlap.release(geometry, old, cluster);
+                overlap.release(geometry, old);
             }
             // The allocator has looked already.
             let _ = overlap.claim(geometry, run.host, cluster, "an L2 table");

@@ -103,8 +103,8 @@ pub mod ports {
 
 /// Global system interrupts (I/O APIC inputs).
 pub mod gsi {
-    /// PIT, through the usual override of ISA IRQ 0.
-    pub const PIT: u32 = 2;
+    /// PIT, by identity like every ISA interrupt.
+    pub const PIT: u32 = 0;
     /// First serial port.
     pub const SERIAL: u32 = 4;
     /// RTC alarm.

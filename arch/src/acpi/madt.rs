@@ -103,19 +103,16 @@ pub(super) fn build(topology: &Topology) -> Vec<u8> {
         address: U32::new(IOAPIC_START as u32),
         gsi_base: U32::ZERO,
     });
-    for (source, gsi, flags) in [
-        (0, gsi::PIT, CONFORMS),
-        (gsi::SCI as u8, gsi::SCI, LEVEL_ACTIVE_HIGH),
-    ] {
-        madt.append(InterruptSourceOverride {
-            kind: 2,
-            length: 10,
-            bus: 0,
-            source,
-            gsi: U32::new(gsi),
-            flags: U16::new(flags),
-        });
-    }
+    // ISA IRQ 0 has none: the PIT is on input 0, where KVM's own routing has it. Moving it to input 2, as on a board with a PIC
+    // cascade, would cost a write of the routing table, which takes milliseconds, before every boot.
+    madt.append(InterruptSourceOverride {
+        kind: 2,
+        length: 10,
+        bus: 0,
+        source: gsi::SCI as u8,
+        gsi: U32::new(gsi::SCI),
+        flags: U16::new(LEVEL_ACTIVE_HIGH),
+    });
     madt.append(LocalApicNmi {
         kind: 4,
         length: 6,

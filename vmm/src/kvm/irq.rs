@@ -73,8 +73,8 @@ impl KvmInterrupts {
                 vm,
                 lines: Mutex::new([0; IOAPIC_PINS as usize]),
                 vectors: Mutex::new(vectors),
-                // The table that KVM starts with is not ours (see `chip_routes`).
-                dirty: AtomicBool::new(true),
+                // The kernel starts with `chip_routes`.
+                dirty: AtomicBool::new(false),
                 route_writes: AtomicU64::new(0),
             }),
         }
@@ -88,14 +88,6 @@ impl KvmInterrupts {
         let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
         self.shared.vm.register_irqfd(&event, gsi)?;
         Ok(event)
-    }
-
-    /// Writes the routes of the interrupt chips. Once, before vCPUs exist: then it waits for nobody.
-    ///
-    /// # Errors
-    /// The kernel refused.
-    pub fn write_initial_routes(&self) -> io::Result<()> {
-        self.shared.flush_routes()
     }
 
     /// How often the kernel's routing table was written.
@@ -188,10 +180,9 @@ impl Shared {
     }
 }
 
-/// Routes of the interrupt chips: as the kernel's defaults, except that the timer's GSI 0 reaches I/O APIC pin 2, as the MADT's interrupt
-/// source override says and as every PC has it wired.
+/// Routes of the interrupt chips: the kernel's defaults, which each write of the table has to repeat.
 fn chip_routes() -> Vec<kvm_irq_routing_entry> {
-    let pic = (0..PIC_PINS).filter(|&gsi| gsi != 2).map(|gsi| {
+    let pic = (0..PIC_PINS).map(|gsi| {
         let chip = if gsi < 8 {
             KVM_IRQCHIP_PIC_MASTER
         } else {
@@ -199,9 +190,7 @@ fn chip_routes() -> Vec<kvm_irq_routing_entry> {
         };
         chip_route(gsi, chip, gsi % 8)
     });
-    let ioapic = (0..IOAPIC_PINS)
-        .filter(|&gsi| gsi != 2)
-        .map(|gsi| chip_route(gsi, KVM_IRQCHIP_IOAPIC, if gsi == 0 { 2 } else { gsi }));
+    let ioapic = (0..IOAPIC_PINS).map(|gsi| chip_route(gsi, KVM_IRQCHIP_IOAPIC, gsi));
     pic.chain(ioapic).collect()
 }
 

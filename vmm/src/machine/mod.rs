@@ -89,9 +89,6 @@ impl Machine {
         })?;
         memory.register(vm.fd()).map_err(BuildError::host)?;
         let interrupts = Arc::new(KvmInterrupts::new(vm.fd().clone()));
-        interrupts
-            .write_initial_routes()
-            .map_err(BuildError::host)?;
         let chips = VmState::save(vm.fd()).map_err(BuildError::host)?;
 
         let topology = topology(&config)?;

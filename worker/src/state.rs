@@ -28,6 +28,8 @@ use crate::error::Error;
 
 /// Longest path in a unix socket's address (sun_path less its NUL).
 const SOCKET_PATH_MAX: usize = 107;
+/// The file of a worker's record.
+const RECORD_FILE: &str = "worker.json";
 
 /// What is remembered about a worker. Holds no secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -160,11 +162,7 @@ impl StateDir {
     /// Makes and locks a folder in which worker `name` is built before it appears.
     pub(crate) fn begin(&self, name: &str) -> Result<Locked, Error> {
         let folder = self.workers();
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&folder)
-            .map_err(Error::io("create the folder", &folder))?;
+        make_folder(&folder)?;
         self.sweep(name)?;
         let path = folder.join(format!(
             ".{name}.new-{:.8}",
@@ -281,8 +279,8 @@ impl WorkerDir {
         self.path.join("vmm.pid")
     }
 
-    fn record_file(&self) -> PathBuf {
-        self.path.join("worker.json")
+    pub(crate) fn record_file(&self) -> PathBuf {
+        self.path.join(RECORD_FILE)
     }
 
     /// The worker's record.
@@ -348,14 +346,31 @@ fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-pub(crate) fn sync_folder(path: &Path) -> Result<(), Error> {
+/// Makes a private folder and those above it, durably.
+fn make_folder(path: &Path) -> Result<(), Error> {
+    let missing: Vec<&Path> = path
+        .ancestors()
+        .take_while(|folder| !folder.exists())
+        .collect();
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(path)
+        .map_err(Error::io("create the folder", path))?;
+    missing
+        .into_iter()
+        .filter_map(Path::parent)
+        .try_for_each(sync_folder)
+}
+
+fn sync_folder(path: &Path) -> Result<(), Error> {
     File::open(path)
         .and_then(|folder| folder.sync_all())
         .map_err(Error::io("make the folder durable", path))
 }
 
-/// Writes a new file that only its owner can read. It is durable when its folder's owner has synced it.
-pub(crate) fn write_private(path: &Path, contents: &[u8]) -> Result<File, Error> {
+/// Writes a new file that only its owner can read, and makes its contents durable; its name is when the folder has been synced.
+pub(crate) fn write_durable(path: &Path, contents: &[u8]) -> Result<(), Error> {
     let mut file = OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -363,15 +378,13 @@ pub(crate) fn write_private(path: &Path, contents: &[u8]) -> Result<File, Error>
         .open(path)
         .map_err(Error::io("create", path))?;
     file.write_all(contents).map_err(Error::io("write", path))?;
-    Ok(file)
+    file.sync_all().map_err(Error::io("make durable", path))
 }
 
-/// Writes the record of a worker into the folder in which it is built.
-pub(crate) fn write_record(folder: &Path, record: &Record) -> Result<File, Error> {
-    let path = folder.join("worker.json");
-    let text = serde_json::to_vec_pretty(record)
-        .map_err(|error| Error::io("write", &path)(error.into()))?;
-    write_private(&path, &text)
+/// What the file of a record holds.
+pub(crate) fn record_text(record: &Record) -> Result<Vec<u8>, Error> {
+    serde_json::to_vec_pretty(record)
+        .map_err(|error| Error::io("write", Path::new(RECORD_FILE))(error.into()))
 }
 
 #[cfg(test)]
@@ -391,7 +404,7 @@ mod tests {
         let mut first = state.begin("a").unwrap();
         let mut second = state.begin("a").unwrap();
         for locked in [&first, &second] {
-            write_private(&locked.path.join("x"), b"").unwrap();
+            write_durable(&locked.path.join("x"), b"").unwrap();
         }
         assert_eq!(state.names().unwrap(), Vec::<String>::new());
         state.publish(&mut first, &dir).unwrap();

@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 pub enum Step {
     /// Its disk is there.
     Overlay,
-    /// Its seed is there.
+    /// Its seed and the files that describe it are there.
     Seed,
     /// Both are durable, and the worker is listed.
     Durable,

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use drover_api::definition::DefinitionError;
 
+use crate::delete::undo;
 use crate::error::Error;
 use crate::milestone::{Milestone, Watcher};
 use crate::netlink;
@@ -77,8 +78,7 @@ pub fn create(
     {
         Ok(process) => process,
         Err(error) => {
-            vmm::kill(&plan.dir)?;
-            state.remove(name, &locked)?;
+            undo(state, &plan.dir, &plan.record, &locked)?;
             return Err(error);
         }
     };

@@ -7,7 +7,7 @@ use drover_api::types::ShutdownRequest;
 use crate::error::Error;
 use crate::netlink;
 use crate::process::{self, Process};
-use crate::state::{StateDir, WorkerDir};
+use crate::state::{Locked, Record, StateDir, WorkerDir};
 use crate::vmm;
 
 /// How long the VMM may take to end after its guest is off.
@@ -68,6 +68,22 @@ pub fn delete(state: &StateDir, name: &str, end: End) -> Result<Deleted, Error> 
     }
     state.remove(name, &locked)?;
     Ok(how)
+}
+
+/// Removes a worker that is not finished: ends its process by force.
+pub(crate) fn undo(
+    state: &StateDir,
+    dir: &WorkerDir,
+    record: &Record,
+    locked: &Locked,
+) -> Result<(), Error> {
+    if let Some(process) = process::find(dir) {
+        process.kill()?;
+    }
+    if let Some(tap) = &record.tap {
+        remove_tap(tap)?;
+    }
+    state.remove(dir.name(), locked)
 }
 
 fn stop(dir: &WorkerDir, process: &Process, end: End) -> Result<Deleted, Error> {

@@ -176,11 +176,3 @@ pub(crate) fn refused(error: ClientError, in_field: impl FnOnce(&str, &str) -> E
         },
     }
 }
-
-/// Ends whatever serves `dir`, by force.
-pub(crate) fn kill(dir: &WorkerDir) -> Result<(), Error> {
-    match process::find(dir) {
-        Some(process) => process.kill(),
-        None => Ok(()),
-    }
-}

@@ -286,8 +286,21 @@ fn a_worker_is_made_once_listed_and_deleted_without_a_trace() {
         .collect();
     assert_eq!(steps, ["overlay", "seed", "durable"]);
     for entry in fs::read_dir(scene.path("state/workers/w1")).unwrap() {
-        let mode = entry.unwrap().metadata().unwrap().permissions().mode();
-        assert_eq!(mode & 0o777, 0o600);
+        let path = entry.unwrap().path();
+        assert_eq!(
+            fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            0o600
+        );
+        let holds_secret = fs::read(&path)
+            .unwrap()
+            .windows(7)
+            .any(|part| part == b"hunter2");
+        assert_eq!(
+            holds_secret,
+            path.ends_with("seed.iso"),
+            "{}",
+            path.display()
+        );
     }
     assert_eq!(
         fs::metadata(scene.path("state/workers/w1"))

@@ -17,9 +17,9 @@ use crate::vcpu::BootState;
 /// Kernel and initial RAM disk, open for as long as the VM lives: a reboot loads the files that the VM was made from, even if their
 /// names mean something else by then.
 pub struct BootFiles {
+    config: BootConfig,
     kernel: File,
     initrd: Option<File>,
-    cmdline: String,
 }
 
 /// A file of the boot section cannot be opened.
@@ -66,8 +66,18 @@ impl BootFiles {
         Ok(Self {
             kernel: open("boot.kernel", &config.kernel)?,
             initrd,
-            cmdline: config.cmdline.clone(),
+            config: config.clone(),
         })
+    }
+
+    /// The kernel's file.
+    pub fn kernel_path(&self) -> &Path {
+        &self.config.kernel
+    }
+
+    /// The initial RAM disk's file.
+    pub fn initrd_path(&self) -> Option<&Path> {
+        self.config.initrd.as_deref()
     }
 
     /// Loads everything into guest RAM.
@@ -85,7 +95,7 @@ impl BootFiles {
             &**memory,
             &mut self.kernel,
             self.initrd.as_mut(),
-            &self.cmdline,
+            &self.config.cmdline,
             e820,
             Gpa(rsdp),
             content,

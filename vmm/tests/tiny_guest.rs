@@ -257,9 +257,14 @@ fn what_the_host_cannot_give_is_refused_with_the_field_to_change() {
     let mut no_kernel = config;
     no_kernel.boot.kernel = vm.directory.path().join("text");
     std::fs::write(&no_kernel.boot.kernel, "not a kernel").unwrap();
-    assert_eq!(
-        vm.create(no_kernel).unwrap_err().field.as_deref(),
-        Some("boot")
+    let error = vm.create(no_kernel.clone()).unwrap_err();
+    assert_eq!(error.field.as_deref(), Some("boot.kernel"));
+    let path = no_kernel.boot.kernel.display();
+    assert!(
+        error
+            .message
+            .starts_with(&format!("{path}: neither an ELF file")),
+        "{error}"
     );
     assert_eq!(vm.view().unwrap_err().code, ErrorCode::NoVm);
 }

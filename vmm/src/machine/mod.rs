@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use drover_api::definition::{Topology as TopologyConfig, VmConfig};
-use drover_arch::boot::RamContent;
+use drover_arch::boot::{BootError, RamContent};
 use drover_arch::cpuid::CpuidPolicy;
 use drover_arch::layout::{E820Entry, RamLayout};
 use drover_arch::topology::Topology;
@@ -286,6 +286,28 @@ fn load(
     tables.write(memory.guest())?;
     let entry = boot
         .load(memory.guest(), e820, tables.rsdp(), content)
-        .map_err(|error| BuildError::of("boot")(error.into()))?;
+        .map_err(|error| boot_error(boot, &error))?;
     Ok(Arc::new(DirectBoot::new(entry)))
+}
+
+/// Names the field and the file that a boot error is about, instead of the word with which its message begins.
+fn boot_error(boot: &BootFiles, error: &BootError) -> BuildError {
+    let (field, file) = match error {
+        BootError::ReadInitrd(_) | BootError::InitrdTooBig { .. } | BootError::InitrdEmpty => {
+            ("boot.initrd", boot.initrd_path())
+        }
+        BootError::CommandLineTooLong { .. } | BootError::CommandLineNul => ("boot.cmdline", None),
+        BootError::NoLowRam => ("memory.size", None),
+        _ => ("boot.kernel", Some(boot.kernel_path())),
+    };
+    let message = error.to_string();
+    let message = ["kernel: ", "initrd: ", "cmdline: "]
+        .into_iter()
+        .find_map(|word| message.strip_prefix(word))
+        .unwrap_or(&message);
+    let message = match file {
+        Some(file) => format!("{}: {message}", file.display()),
+        None => message.to_owned(),
+    };
+    BuildError::of(field)(message.into())
 }

@@ -48,6 +48,15 @@ impl Image {
         }
     }
 
+    /// The least range whose discard gives space back: a cluster, or a block of the file system.
+    pub(crate) fn discard_granularity(&self) -> u64 {
+        const FILE_SYSTEM_BLOCK: u64 = 4096;
+        match self.header() {
+            Some(header) => header.geometry.cluster_size().max(FILE_SYSTEM_BLOCK),
+            None => FILE_SYSTEM_BLOCK,
+        }
+    }
+
     fn header(&self) -> Option<&Header> {
         match self {
             Self::Raw(_) => None,

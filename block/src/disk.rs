@@ -125,6 +125,12 @@ impl Disk {
         self.discard && !self.read_only
     }
 
+    /// To what discards should be aligned, in bytes: smaller ones may give no space back. At most 2 MiB.
+    #[must_use]
+    pub fn discard_granularity(&self) -> u64 {
+        self.chain.top().discard_granularity()
+    }
+
     /// Begins a request; its completion comes from [`Disk::poll`].
     pub fn submit(&mut self, request: Request) {
         let Request { tag, op } = request;

@@ -122,7 +122,8 @@ impl Opened {
                 id: config.id.clone(),
                 serial: config.serial.clone().unwrap_or_else(|| config.id.clone()),
                 queues: config.queues,
-                discard_granularity: 4096,
+                // At most a cluster of 2 MiB.
+                discard_granularity: disk.discard_granularity() as u32,
                 queue_size: config.queue_size,
             };
             let block = Block::new(disk, &options, to.threads)

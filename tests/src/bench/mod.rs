@@ -12,3 +12,47 @@ pub mod provision;
 pub mod start;
 pub mod statistics;
 pub mod tiny_guest;
+
+use serde_json::{Value, json};
+
+/// The most that a measured value may be.
+#[derive(Clone, Copy, Debug)]
+pub struct Limit {
+    /// What is measured.
+    pub name: &'static str,
+    /// What it was.
+    pub value: f64,
+    /// What it may be at most.
+    pub at_most: f64,
+}
+
+/// Adds to a report which limits are kept, under `limits`.
+pub fn add_limits(report: &mut Value, limits: &[Limit]) {
+    let limits = limits
+        .iter()
+        .map(|limit| {
+            json!({
+                "name": limit.name,
+                "value": limit.value,
+                "at_most": limit.at_most,
+                "kept": limit.value <= limit.at_most,
+            })
+        })
+        .collect();
+    report["limits"] = Value::Array(limits);
+}
+
+/// The names of the limits that a report says are not kept.
+#[must_use]
+pub fn broken_limits(report: &Value) -> Vec<String> {
+    let limits = report["limits"].as_array().into_iter().flatten();
+    limits
+        .filter(|limit| limit["kept"] != true)
+        .map(|limit| {
+            format!(
+                "{} is {}, at most {} allowed",
+                limit["name"], limit["value"], limit["at_most"]
+            )
+        })
+        .collect()
+}

@@ -8,6 +8,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use crate::bench::statistics::median;
+use crate::bench::{Limit, add_limits};
 use crate::ensure;
 use crate::failure::{Context as _, Failure, Result};
 use crate::stories::{Scene, worker};
@@ -57,12 +58,19 @@ pub fn run(scene: &Scene, rounds: usize) -> Result<Value> {
             whole.push(seconds * 1000.0);
         }
     }
-    Ok(json!({
+    let mut report = json!({
         "rounds": rounds,
         "provision_ms": median(&durable),
         "command_ms": median(&whole),
         "slowest_ms": durable.iter().copied().fold(0.0, f64::max),
-    }))
+    });
+    let limit = Limit {
+        name: "provision_ms",
+        value: median(&durable),
+        at_most: 10.0,
+    };
+    add_limits(&mut report, &[limit]);
+    Ok(report)
 }
 
 fn drover(scene: &Scene, state: &Path) -> Command {

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use crate::bench::statistics::{median, ratio};
 use crate::bench::tiny_guest;
+use crate::bench::{Limit, add_limits};
 use crate::ensure;
 use crate::failure::{Context as _, Failure, Result};
 
@@ -79,12 +80,19 @@ pub fn run(drover_vmm: &Path, folder: &Path, rounds: usize) -> Result<Value> {
         }
     }
     let ratio = ratio(&times[0], &times[1]);
-    Ok(json!({
+    let mut report = json!({
         "rounds": rounds,
         "drover_ms": median(&times[0]) * 1000.0,
         "microvm_ms": median(&times[1]) * 1000.0,
         "ratio": {"start_vs_microvm": ratio.value, "interval": [ratio.low, ratio.high]},
-    }))
+    });
+    let limit = Limit {
+        name: "start_vs_microvm",
+        value: ratio.value,
+        at_most: 0.5,
+    };
+    add_limits(&mut report, &[limit]);
+    Ok(report)
 }
 
 /// Seconds from the start of a process to the guest's byte; the process is ended then.

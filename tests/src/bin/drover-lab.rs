@@ -148,12 +148,17 @@ impl Place {
         Ok(serde_json::from_slice(&fs::read(&self.lab)?)?)
     }
 
-    /// The programs that are there, of those that stories use.
-    fn programs(&self) -> Vec<PathBuf> {
+    /// The programs that stories use.
+    fn programs(&self) -> io::Result<Vec<PathBuf>> {
         ["drover-vmm", "drover", "drover-lab", "lab-guest"]
             .iter()
-            .map(|name| self.programs.join(name))
-            .filter(|path| path.is_file())
+            .map(|name| {
+                let path = self.programs.join(name);
+                if path.is_file() {
+                    return Ok(path);
+                }
+                Err(io::Error::other(format!("{} is not built", path.display())))
+            })
             .collect()
     }
 }
@@ -212,7 +217,7 @@ fn test(
         Run {
             lab: &lab,
             folder: place.folder.clone(),
-            programs: place.programs(),
+            programs: place.programs()?,
             stories,
             shards,
         }
@@ -250,7 +255,7 @@ fn test(
 
 fn exec(place: &Place, host: &HostOptions<'_>, command: &[String]) -> io::Result<ExitCode> {
     let lab = place.lab()?;
-    let mut programs = place.programs();
+    let mut programs = place.programs()?;
     programs.extend_from_slice(host.with);
     let host = Host {
         lab: &lab,
@@ -324,7 +329,7 @@ fn in_host(place: &Place, lab: &Lab, name: &str, job: &HostJob) -> io::Result<Pa
         let host = Host {
             lab,
             folder: place.folder.join(format!("{name}-attempt-{attempt}")),
-            programs: place.programs(),
+            programs: place.programs()?,
             job: job.job.clone(),
             memory_mib: job.memory_mib + shards::HOST_MEMORY_MIB,
             timeout: job.timeout,
@@ -370,11 +375,24 @@ fn bench(place: &Place, what: Benchmark, rounds: usize, json: &Path) -> io::Resu
     write_report(&report.map_err(io::Error::other)?, json)
 }
 
+/// Writes a report, and fails if it says that a limit is not kept.
 fn write_report(report: &serde_json::Value, json: &Path) -> io::Result<ExitCode> {
     let text = serde_json::to_string_pretty(report)?;
     println!("{text}");
     fs::write(json, text + "\n")?;
-    Ok(ExitCode::SUCCESS)
+    Ok(verdict(report))
+}
+
+fn verdict(report: &serde_json::Value) -> ExitCode {
+    let broken = bench::broken_limits(report);
+    for limit in &broken {
+        eprintln!("limit not kept: {limit}");
+    }
+    if broken.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 fn bench_boot_in_host(
@@ -396,8 +414,9 @@ fn bench_boot_in_host(
             timeout: Duration::from_secs(120 + 90 * u64::try_from(rounds).unwrap_or(0)),
         },
     )?;
-    fs::copy(share.join("report.json"), json)?;
-    Ok(ExitCode::SUCCESS)
+    let report = fs::read(share.join("report.json"))?;
+    fs::write(json, &report)?;
+    Ok(verdict(&serde_json::from_slice(&report)?))
 }
 
 struct HostOptions<'a> {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
+use crate::bench::boot as bench;
 use crate::ensure;
 use crate::failure::{Context as _, Result};
 use crate::fixtures::guest::{COMMAND_LINE, SmallGuest};
@@ -38,7 +39,24 @@ pub(super) static STORIES: &[Story] = &[
     )
     .seconds(60, 400),
     Story::small("boot", "every_way_to_reset_reboots_the_guest", every_reset).seconds(70, 500),
+    Story::small("boot", "a_boot_costs_few_exits_and_little_memory", costs).seconds(25, 200),
 ];
+
+fn costs(scene: &Scene) -> Result {
+    let (exits, memory_mib) = bench::costs(&scene.site, &scene.folder)?;
+    println!("{exits} exits to user space, {memory_mib:.2} MiB of its own");
+    ensure!(
+        exits <= u64::from(bench::EXITS),
+        "a boot took {exits} exits to user space, more than {}",
+        bench::EXITS
+    );
+    ensure!(
+        memory_mib <= bench::OWN_MEMORY_MIB,
+        "the VMM takes {memory_mib:.2} MiB beside its guest, more than {}",
+        bench::OWN_MEMORY_MIB
+    );
+    Ok(())
+}
 
 fn elf(scene: &Scene) -> Result {
     let guest = SmallGuest::prepare(scene)?;

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
+
 use crate::ensure;
 use crate::failure::{Context as _, Result};
 use crate::fixtures::console::Console;
@@ -19,7 +21,7 @@ use crate::stories::{Scene, worker};
 pub fn run(scene: &Scene) -> Result {
     let _bridge = Bridge::create(worker::BRIDGE, "10.78.0.1/24")?;
     let file = scene.folder.join("worker.yaml");
-    let definition = serde_json::to_string_pretty(&worker::definition(scene))?;
+    let definition = yaml(&worker::definition(scene), 0);
     fs::write(&file, &definition).context("write worker.yaml")?;
     println!("$ cat worker.yaml\n{definition}");
     let state = scene.folder.join("state");
@@ -51,6 +53,31 @@ pub fn run(scene: &Scene) -> Result {
     Ok(())
 }
 
+/// A value in YAML's block style; strings are quoted as JSON does, which YAML reads the same.
+fn yaml(value: &Value, depth: usize) -> String {
+    let indent = "  ".repeat(depth);
+    match value {
+        Value::Object(fields) => fields
+            .iter()
+            .map(|(key, value)| {
+                if value.is_object() || value.is_array() {
+                    format!("{indent}{key}:\n{}", yaml(value, depth + 1))
+                } else {
+                    format!("{indent}{key}: {value}\n")
+                }
+            })
+            .collect(),
+        Value::Array(items) => items
+            .iter()
+            .map(|item| {
+                let text = yaml(item, depth + 1);
+                format!("{indent}- {}", text.trim_start())
+            })
+            .collect(),
+        scalar => format!("{indent}{scalar}\n"),
+    }
+}
+
 /// Runs `drover` on this terminal.
 fn show(scene: &Scene, state: &Path, arguments: &[&str]) -> Result {
     println!("$ drover {}", arguments.join(" "));
@@ -68,7 +95,7 @@ fn show(scene: &Scene, state: &Path, arguments: &[&str]) -> Result {
 
 /// The last lines of the worker's console: what it did with the seed.
 fn show_console(scene: &Scene, state: &Path) -> Result {
-    const LINES: usize = 30;
+    const LINES: usize = 45;
     println!(
         "$ drover worker console {}   (the last {LINES} lines)",
         worker::NAME
@@ -89,4 +116,18 @@ fn show_console(scene: &Scene, state: &Path) -> Result {
         println!("  | {line}");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn definitions_are_shown_in_block_style() {
+        let value = serde_json::json!({"a": {"b": 1, "c": ["x y", {"d": true, "e": "f"}]}});
+        assert_eq!(
+            yaml(&value, 0),
+            "a:\n  b: 1\n  c:\n    - \"x y\"\n    - d: true\n      e: \"f\"\n"
+        );
+    }
 }

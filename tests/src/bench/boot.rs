@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::bench::measure::{ExitCounter, cpu_time, own_memory_bytes};
-use crate::bench::statistics::{Ratio, median, ratio};
+use crate::bench::statistics::{Ratio, median, ratio, rounded};
 use crate::bench::{Limit, add_limits};
 use crate::failure::{Context as _, Failure, Result};
 use crate::fixtures::guest::{COMMAND_LINE, INIT_MARKER, SHELL_MARKER, SmallGuest};
@@ -128,12 +128,12 @@ pub fn run(site: &Site, folder: &Path, rounds: usize) -> Result<Value> {
     let limits = [
         Limit {
             name: "boot_vs_q35",
-            value: vs_q35.value,
+            value: rounded(vs_q35.value),
             at_most: 0.70,
         },
         Limit {
             name: "boot_vs_microvm",
-            value: vs_microvm.value,
+            value: rounded(vs_microvm.value),
             at_most: 0.95,
         },
         Limit {
@@ -183,10 +183,6 @@ pub fn costs(site: &Site, folder: &Path) -> Result<(u64, f64)> {
     let exits = arena.exits(Contestant::Drover)?;
     let boot = arena.boot(Contestant::Drover)?;
     Ok((exits, mib(boot.own_memory)))
-}
-
-fn rounded(value: f64) -> f64 {
-    (value * 1000.0).round() / 1000.0
 }
 
 #[expect(

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use crate::bench::statistics::median;
+use crate::bench::statistics::{median, rounded};
 use crate::bench::{Limit, add_limits};
 use crate::ensure;
 use crate::failure::{Context as _, Failure, Result};
@@ -61,7 +61,7 @@ pub fn run(scene: &Scene, rounds: usize) -> Result<Value> {
     let mut report = json!({
         "rounds": rounds,
         "provision_ms": median(&durable),
-        "command_ms": median(&whole),
+        "command_ms": rounded(median(&whole)),
         "slowest_ms": durable.iter().copied().fold(0.0, f64::max),
     });
     let limit = Limit {

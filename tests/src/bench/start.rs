@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use crate::bench::statistics::{median, ratio};
+use crate::bench::statistics::{median, ratio, rounded};
 use crate::bench::tiny_guest;
 use crate::bench::{Limit, add_limits};
 use crate::ensure;
@@ -82,13 +82,13 @@ pub fn run(drover_vmm: &Path, folder: &Path, rounds: usize) -> Result<Value> {
     let ratio = ratio(&times[0], &times[1]);
     let mut report = json!({
         "rounds": rounds,
-        "drover_ms": median(&times[0]) * 1000.0,
-        "microvm_ms": median(&times[1]) * 1000.0,
-        "ratio": {"start_vs_microvm": ratio.value, "interval": [ratio.low, ratio.high]},
+        "drover_ms": rounded(median(&times[0]) * 1000.0),
+        "microvm_ms": rounded(median(&times[1]) * 1000.0),
+        "ratio": {"start_vs_microvm": rounded(ratio.value), "interval": [rounded(ratio.low), rounded(ratio.high)]},
     });
     let limit = Limit {
         name: "start_vs_microvm",
-        value: ratio.value,
+        value: rounded(ratio.value),
         at_most: 0.5,
     };
     add_limits(&mut report, &[limit]);

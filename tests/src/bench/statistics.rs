@@ -17,6 +17,12 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
+/// A value with three decimals, as reports give it.
+#[must_use]
+pub fn rounded(value: f64) -> f64 {
+    (value * 1000.0).round() / 1000.0
+}
+
 /// A ratio of two medians with its interval.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Ratio {

@@ -296,7 +296,7 @@ fn demo(place: &Place) -> io::Result<ExitCode> {
         &lab,
         "demo",
         &HostJob {
-            job: format!("exec ./drover-lab demo-here --site '{site}'"),
+            job: format!("set -o pipefail; ./drover-lab demo-here --site '{site}' 2>&1 | cat"),
             memory_mib: DEMO_MEMORY_MIB,
             timeout: Duration::from_secs(900),
         },

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::ensure;
-use crate::failure::{Context as _, Result};
+use crate::failure::{Context as _, Failure, Result};
 use crate::fixtures::command::{ask, succeed};
 use crate::fixtures::console::Console;
 use crate::fixtures::net::Bridge;
@@ -26,6 +26,12 @@ pub(super) static STORIES: &[Story] = &[
         "worker",
         "a_worker_definition_with_a_mistake_leaves_nothing",
         mistakes,
+    )
+    .seconds(5, 120),
+    Story::small(
+        "worker",
+        "overlay_and_seed_take_few_system_calls_and_bytes",
+        provisioning_costs,
     )
     .seconds(5, 120),
 ];
@@ -288,4 +294,94 @@ fn mistakes(scene: &Scene) -> Result {
         other.status
     );
     Ok(())
+}
+
+/// Times mean little on an emulated processor; these counts do not drift.
+fn provisioning_costs(scene: &Scene) -> Result {
+    const CALLS: usize = 450;
+    const BYTES: u64 = 96 << 10;
+    let state = scene.folder.join("state");
+    let mut definition = definition(scene);
+    definition["network"] = Value::Null;
+    let file = scene.folder.join("worker.yaml");
+    fs::write(&file, definition.to_string())?;
+    let trace = scene.folder.join("trace");
+    let output = Command::new("strace")
+        .args(["-f", "-qq", "-s", "0", "-o"])
+        .arg(&trace)
+        .arg(scene.site.program("drover"))
+        .arg("--state-dir")
+        .arg(&state)
+        .args(["worker", "create", NAME, "--no-start", "-f"])
+        .arg(&file)
+        .stdin(Stdio::null())
+        .output();
+    let output = match output {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return Err(Failure::Skip("strace is not installed".into()));
+        }
+        output => output.context("start strace")?,
+    };
+    ensure!(
+        output.status.success(),
+        "drover worker create: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let trace = fs::read_to_string(&trace).context("strace's output")?;
+    let (calls, bytes) = count_calls(&trace);
+    println!("{calls} system calls, {bytes} bytes written");
+    ensure!(bytes > 0, "strace saw nothing being written");
+    ensure!(
+        calls <= CALLS,
+        "a worker's overlay and seed took {calls} system calls, more than {CALLS}"
+    );
+    ensure!(
+        bytes <= BYTES,
+        "a worker's overlay and seed took {bytes} bytes written, more than {BYTES}"
+    );
+    Ok(())
+}
+
+/// System calls in a trace of `strace -f`, and the bytes that those which write have written.
+fn count_calls(trace: &str) -> (usize, u64) {
+    let mut calls = 0;
+    let mut bytes = 0;
+    for line in trace.lines() {
+        // "1234 write(4, ""..., 12) = 12", or in two pieces: "… <unfinished ...>", "1234 <... write resumed>) = 12".
+        let call = line
+            .split_once(char::is_whitespace)
+            .map_or("", |(_, call)| call.trim_start());
+        let resumed = call.strip_prefix("<... ");
+        if resumed.is_none() && call.starts_with(|c: char| c.is_ascii_lowercase()) {
+            calls += 1;
+        }
+        let name = resumed.unwrap_or(call);
+        let writes = [
+            "write(",
+            "write resumed",
+            "pwrite",
+            "writev",
+            "copy_file_range",
+            "sendfile",
+        ];
+        if writes.iter().any(|write| name.starts_with(write)) {
+            let result = call
+                .rsplit_once(" = ")
+                .and_then(|(_, result)| result.trim().parse::<u64>().ok());
+            bytes += result.unwrap_or(0);
+        }
+    }
+    (calls, bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_counted_once_even_if_their_end_stands_on_a_line_of_its_own() {
+        let trace = "7 openat(AT_FDCWD, \"x\"..., O_RDONLY) = 3\n8 pwrite64(4, \"\"..., 8, 0 <unfinished ...>\n\
+                     7 write(5, \"\"..., 100) = 100\n8 <... pwrite64 resumed>) = 8\n8 write(4, \"\"..., 9) = -1 ENOSPC (No space)\n";
+        assert_eq!(count_calls(trace), (4, 108));
+    }
 }

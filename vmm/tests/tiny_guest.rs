@@ -1,5 +1,6 @@
 //! Guests of a few instructions, on this machine's /dev/kvm: how a VM starts, resets and ends.
 
+#[allow(dead_code, reason = "each test binary uses its part")]
 mod support;
 
 use std::time::{Duration, Instant};

@@ -264,7 +264,7 @@ fn exec(place: &Place, host: &HostOptions<'_>, command: &[String]) -> io::Result
         job: command.join(" "),
         memory_mib: host.memory_mib,
         timeout: Duration::from_secs(host.timeout_s),
-        echo: true,
+        echo: "",
     };
     match host.run()? {
         Ended::Job(0) => Ok(ExitCode::SUCCESS),
@@ -333,7 +333,7 @@ fn in_host(place: &Place, lab: &Lab, name: &str, job: &HostJob) -> io::Result<Pa
             job: job.job.clone(),
             memory_mib: job.memory_mib + shards::HOST_MEMORY_MIB,
             timeout: job.timeout,
-            echo: true,
+            echo: "",
         };
         match host.run()? {
             Ended::Job(0) => return Ok(host.share()),

@@ -55,8 +55,8 @@ pub struct Host<'a> {
     pub memory_mib: u32,
     /// How long the job may take, boot included.
     pub timeout: Duration,
-    /// Whether to repeat what the job prints on this terminal.
-    pub echo: bool,
+    /// Repeat on this terminal the job's lines that begin so; all of them if empty.
+    pub echo: &'static str,
 }
 
 /// Size of the host's `/scratch`, a sparse file here.
@@ -199,9 +199,7 @@ impl Host<'_> {
                 Ok(bytes) => {
                     io::Write::write_all(&mut log, &bytes)?;
                     text.extend_from_slice(&bytes);
-                    if self.echo {
-                        echoed = echo(&text, echoed)?;
-                    }
+                    echoed = echo(&text, echoed, self.echo)?;
                 }
                 Err(RecvTimeoutError::Disconnected) => return Ok(judge(&text)),
                 Err(RecvTimeoutError::Timeout) if Instant::now() >= deadline => {
@@ -230,7 +228,7 @@ fn drive(path: &Path, options: &str) -> String {
 }
 
 /// Repeats the lines of the job that are complete, without the host's own; returns how far it got.
-fn echo(console: &[u8], from: usize) -> io::Result<usize> {
+fn echo(console: &[u8], from: usize, prefix: &str) -> io::Result<usize> {
     let Some(end) = console[from..].iter().rposition(|&byte| byte == b'\n') else {
         return Ok(from);
     };
@@ -245,7 +243,7 @@ fn echo(console: &[u8], from: usize) -> io::Result<usize> {
         let text = String::from_utf8_lossy(&console[from.max(up)..end]);
         let mut output = io::stdout().lock();
         for line in text.lines().take_while(|line| !line.starts_with(EXIT)) {
-            if !line.starts_with("LAB-") {
+            if line.starts_with(prefix) && !line.starts_with("LAB-") {
                 io::Write::write_all(&mut output, format!("{line}\n").as_bytes())?;
             }
         }

@@ -108,9 +108,6 @@ impl Run<'_> {
                     .iter()
                     .any(|record| record.story == story.full_name())
             });
-            for record in &records {
-                println!("{}", line(record));
-            }
             report.records.extend(records);
             if left.is_empty() {
                 return Ok(report);
@@ -153,7 +150,7 @@ impl Run<'_> {
             ),
             memory_mib: memory_mib + HOST_MEMORY_MIB,
             timeout: Duration::from_secs(60) + bound,
-            echo: false,
+            echo: "story ",
         };
         host.run()
     }
@@ -178,20 +175,4 @@ pub fn finished(results: &Path) -> io::Result<Vec<Record>> {
     Ok(records
         .filter(|record| record.outcome != Outcome::Started)
         .collect())
-}
-
-/// One line on the terminal for one story.
-#[must_use]
-pub fn line(record: &Record) -> String {
-    let word = match record.outcome {
-        Outcome::Passed => "passed ",
-        Outcome::Failed | Outcome::Started => "FAILED ",
-        Outcome::Skipped => "skipped",
-    };
-    let mut line = format!("{word} {:6.1} s  {}", record.seconds, record.story);
-    if !record.message.is_empty() {
-        line.push_str(": ");
-        line.push_str(&record.message);
-    }
-    line
 }

@@ -32,6 +32,8 @@ pub(crate) fn run() -> Result<()> {
     deny.current_dir(programs::workspace()).args([
         "--workspace",
         "--all-features",
+        "--log-level",
+        "error",
         "check",
         "licenses",
         "bans",

@@ -36,6 +36,11 @@ impl Session {
         })
     }
 
+    /// A program under test.
+    pub(crate) fn program(&self, name: &str) -> PathBuf {
+        self.programs.join(name)
+    }
+
     /// `drover-lab TASK` with the places; the rest of the command line is the caller's.
     pub(crate) fn command(&self, task: &[&str]) -> Command {
         let mut command = Command::new(self.programs.join("drover-lab"));

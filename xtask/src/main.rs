@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod api_test;
 mod bench;
 mod check;
 mod error;

@@ -9,6 +9,7 @@ use std::process::{Command, ExitCode, Stdio};
 use clap::ValueEnum;
 use serde::Deserialize;
 
+use crate::api_test;
 use crate::error::{Error, Result};
 use crate::lab::{self, Session};
 use crate::{process, programs, setup};
@@ -20,9 +21,11 @@ pub(crate) enum Suite {
     Unit,
     /// The image formats, judged by QEMU's tools
     Block,
+    /// The HTTP API against its OpenAPI document, by schemathesis
+    Api,
     /// Whole guests under real KVM, in the lab where the processor has none
     Lab,
-    /// Unit and lab (block's tests are among the first)
+    /// Unit, API and lab (block's tests are among the first)
     All,
     /// All, with the lab's stories three times
     Long,
@@ -50,14 +53,13 @@ pub(crate) fn run(suite: Suite, built: Option<&Path>, filter: &[String]) -> Resu
     match suite {
         Suite::Unit => counts += cargo_tests(&["--workspace"], filter)?,
         Suite::Block => counts += cargo_tests(&["-p", "drover-block"], filter)?,
-        Suite::Lab => counts += stories(1, built, filter)?,
-        Suite::All => {
+        Suite::Api => counts += api(&Session::open(built)?)?,
+        Suite::Lab => counts += stories(&Session::open(built)?, 1, filter)?,
+        Suite::All | Suite::Long => {
             counts += cargo_tests(&["--workspace"], filter)?;
-            counts += stories(1, built, filter)?;
-        }
-        Suite::Long => {
-            counts += cargo_tests(&["--workspace"], filter)?;
-            counts += stories(3, built, filter)?;
+            let session = Session::open(built)?;
+            counts += api(&session)?;
+            counts += stories(&session, if suite == Suite::Long { 3 } else { 1 }, filter)?;
         }
     }
     println!(
@@ -208,9 +210,22 @@ fn number_before(text: &str, word: &str) -> Option<u64> {
         .ok()
 }
 
+/// The API's checks, one test.
+fn api(session: &Session) -> Result<Counts> {
+    let passed = api_test::run(&session.program("drover-vmm"), &session.folder)?;
+    println!(
+        "{} the API keeps to its OpenAPI document",
+        if passed { "passed" } else { "FAILED" }
+    );
+    Ok(Counts {
+        passed: u64::from(passed),
+        failed: u64::from(!passed),
+        skipped: 0,
+    })
+}
+
 /// Runs the stories, `rounds` times.
-fn stories(rounds: u32, built: Option<&Path>, filter: &[String]) -> Result<Counts> {
-    let session = Session::open(built)?;
+fn stories(session: &Session, rounds: u32, filter: &[String]) -> Result<Counts> {
     let mut sum = Counts::default();
     for round in 1..=rounds {
         let report = session.folder.join(format!("report-{round}.json"));

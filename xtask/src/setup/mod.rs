@@ -29,6 +29,7 @@ use serde::Serialize;
 use crate::error::{Error, Result};
 use cache::Build;
 pub(crate) use cache::{Cache, Key, remove_tree};
+pub(crate) use packages::install_python;
 
 /// Where each thing of the lab is; written as JSON for the programs of `tests/`.
 #[derive(Clone, Debug, Serialize)]

@@ -1,7 +1,7 @@
 //! The programs that building the lab needs on this machine, installed from the distribution's packages.
 
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use super::cache::Cache;
 use crate::error::{Error, Result};
@@ -36,7 +36,7 @@ pub(super) fn tool(name: &str) -> Command {
     }
 }
 
-/// Installs what is missing; needs root only then.
+/// Installs what the lab lacks; needs root only then.
 pub(super) fn install_missing(cache: &Cache) -> Result<()> {
     let missing: Vec<&str> = NEEDED
         .iter()
@@ -49,6 +49,28 @@ pub(super) fn install_missing(cache: &Cache) -> Result<()> {
         })
         .map(|(_, package)| *package)
         .collect();
+    install(cache, &missing)
+}
+
+/// Installs a Python that can make virtual environments, if there is none.
+pub(crate) fn install_python(cache: &Cache) -> Result<()> {
+    let works = Command::new("python3")
+        .args(["-c", "import ensurepip, venv"])
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success());
+    install(
+        cache,
+        if works {
+            &[]
+        } else {
+            &["python3", "python3-venv"]
+        },
+    )
+}
+
+fn install(cache: &Cache, missing: &[&str]) -> Result<()> {
     if missing.is_empty() {
         return Ok(());
     }
@@ -78,7 +100,7 @@ pub(super) fn install_missing(cache: &Cache) -> Result<()> {
     process::run_logged(
         apt()
             .args(["install", "--no-install-recommends"])
-            .args(&missing),
+            .args(missing),
         &log,
     )?;
     cache.say("packages installed");

@@ -7,6 +7,7 @@
 //! | [`pci`] | host bridge, configuration space, MSI-X | PCI Local Bus 3.0, PCI Express Base 4.0 |
 //! | [`virtio`] | virtio-pci transport and the devices on it | virtio 1.2 |
 //! | [`platform`] | serial port, RTC, power management, reset | ICH9 data sheet, ACPI 6.5 |
+//! | [`seldom`] | log lines that a guest can cause, and cannot flood the log with | — |
 //!
 //! Nothing here knows KVM, HTTP or the definition of a VM: the VMM hands every device the traits it needs
 //! ([`interrupt::InterruptController`], [`bus::Doorbells`], [`thread::Threads`]), so that each can be tested without a VM.
@@ -15,6 +16,7 @@ pub mod bus;
 pub mod interrupt;
 pub mod pci;
 pub mod platform;
+pub mod seldom;
 pub mod thread;
 pub mod virtio;
 

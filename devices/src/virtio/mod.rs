@@ -96,8 +96,8 @@ pub enum ActivateError {
 }
 
 /// A request to a device's thread(s) that ends some time later. The transport polls it from the driver's own polling of the status
-/// register, so that no vCPU waits for another thread while it holds a lock.
-pub trait Pending: Send {
+/// register, so that no vCPU waits for another thread while it holds a lock. Several may wait at once.
+pub trait Pending: Send + Sync {
     /// Whether the device has let go of all queues concerned: no further guest memory access will come from them.
     fn is_done(&self) -> bool;
 

@@ -8,7 +8,7 @@
 //! (DEVICE_NEEDS_RESET, §2.1.2). Nothing else in the process notices.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{Ordering, fence};
 
 use virtio_bindings::virtio_ring::{
     VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC, VRING_AVAIL_F_NO_INTERRUPT,
@@ -18,6 +18,7 @@ use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap};
 
 use crate::GuestMemory;
+use crate::seldom::Seldom;
 use crate::virtio::VirtioInterrupt;
 
 /// The features of the ring itself that every device here offers (§6).
@@ -33,7 +34,7 @@ const USED_RING_OFFSET: u64 = 4;
 const USED_BYTES: u64 = 8;
 
 /// How often queues were given up, in the whole process.
-static BROKEN_QUEUES: AtomicU64 = AtomicU64::new(0);
+static BROKEN_QUEUES: Seldom = Seldom::new();
 
 /// A descriptor chain that ends before its last descriptor: it loops, leaves its table, or names a table that is not RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -127,9 +128,8 @@ impl GuestQueue {
     pub fn give_up(&mut self, why: &dyn std::fmt::Display) {
         if !self.broken {
             self.broken = true;
-            // A guest can do this as often as it likes: the log gets the 1st, 2nd, 4th, 8th … time.
-            let times = BROKEN_QUEUES.fetch_add(1, Ordering::Relaxed) + 1;
-            if times.is_power_of_two() {
+            // A guest can do this as often as it likes.
+            if let Some(times) = BROKEN_QUEUES.again() {
                 tracing::warn!(
                     queue = self.index,
                     times,

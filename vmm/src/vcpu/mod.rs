@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use drover_devices::bus::Bus;
 use drover_devices::platform::{PowerRequest, PowerSink};
+use drover_devices::seldom::Seldom;
 use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
 use vmm_sys_util::signal::Killable;
 
@@ -29,6 +30,9 @@ use self::power_on::PowerOnState;
 use self::run_page::{Attached, PageView, RunPage, kick_signal};
 use crate::kvm::KvmError;
 use crate::threads::{Role, ThreadStarter};
+
+/// Resets by triple fault, in the whole process.
+static TRIPLE_FAULTS: Seldom = Seldom::new();
 
 /// Why a vCPU cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -408,7 +412,10 @@ impl Runner {
                 }
                 Ok(VcpuExit::Shutdown) => {
                     count(&counters.shutdown);
-                    tracing::info!(vcpu = self.index, "triple fault, the machine resets");
+                    if let Some(times) = TRIPLE_FAULTS.again() {
+                        let vcpu = self.index;
+                        tracing::info!(vcpu, times, "triple fault, the machine resets");
+                    }
                     self.surroundings.power.request(PowerRequest::Reset);
                     return Parked::ByGuest;
                 }

@@ -131,6 +131,10 @@ impl Code {
             .raw(&[0x66, 0xed, 0xf6, 0xc4, 0x01, 0x74, 0xf9])
     }
 
+    pub(crate) fn bytes_so_far(&self) -> &[u8] {
+        &self.0
+    }
+
     pub(crate) fn bytes(self) -> Vec<u8> {
         self.0
     }

@@ -9,11 +9,15 @@ use std::sync::{Mutex, PoisonError};
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
+use crate::seldom::Seldom;
 use crate::virtio::net::bits::{control, feature};
 use crate::virtio::net::metrics::{NetMetrics, count};
 use crate::virtio::net::tap::Tap;
 use crate::virtio::queue::{Chain, EndlessChain, GuestQueue, walk};
 use crate::virtio::worker::Progress;
+
+/// How often the host refused what a driver asked for, in the whole process: a driver may ask as often as it likes.
+static NOT_SWITCHED: Seldom = Seldom::new();
 
 /// Commands in one turn.
 const TURN: usize = 16;
@@ -272,11 +276,14 @@ impl Control {
         let mut done = true;
         for (number, tap) in self.taps.iter().enumerate().skip(1) {
             if let Err(error) = tap.set_attached(number < usize::from(pairs)) {
-                tracing::warn!(
-                    tap = tap.name(),
-                    number,
-                    "a queue cannot be switched: {error}"
-                );
+                if let Some(times) = NOT_SWITCHED.again() {
+                    tracing::warn!(
+                        tap = tap.name(),
+                        number,
+                        times,
+                        "a queue cannot be switched: {error}"
+                    );
+                }
                 done = false;
             }
         }
@@ -298,7 +305,13 @@ impl Control {
                 true
             }
             Err(error) => {
-                tracing::warn!(tap = tap.name(), "offloads cannot be switched: {error}");
+                if let Some(times) = NOT_SWITCHED.again() {
+                    tracing::warn!(
+                        tap = tap.name(),
+                        times,
+                        "offloads cannot be switched: {error}"
+                    );
+                }
                 false
             }
         }

@@ -10,7 +10,7 @@
 //!    └<── the device has let go of its queues ── Resetting <─────────────────────────────────────────────┘
 //! ```
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::common::{CommonConfig, Effect, Live};
@@ -22,36 +22,31 @@ use super::state::QueuePosition;
 use crate::GuestMemory;
 use crate::pci::bits::Command;
 use crate::pci::config::ConfigSpace;
+use crate::seldom::Seldom;
 use crate::virtio::{
     ActivateError, Activation, ActiveQueue, Pending, VirtioDevice, VirtioInterrupt,
 };
 
-/// A [`Pending`] that several can wait for.
+/// How often devices did not start, in the whole process.
+static NOT_STARTED: Seldom = Seldom::new();
+
+/// A [`Pending`] that several can wait for, all at once.
 #[derive(Clone)]
-pub(super) struct SharedPending(Arc<Mutex<Box<dyn Pending>>>);
+pub(super) struct SharedPending(Arc<dyn Pending>);
 
 impl SharedPending {
     fn new(pending: Box<dyn Pending>) -> SharedPending {
-        SharedPending(Arc::new(Mutex::new(pending)))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Box<dyn Pending>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        SharedPending(pending.into())
     }
 }
 
 impl Pending for SharedPending {
     fn is_done(&self) -> bool {
-        match self.0.try_lock() {
-            Ok(pending) => pending.is_done(),
-            Err(TryLockError::Poisoned(pending)) => pending.into_inner().is_done(),
-            // Another thread is waiting, so it is not done.
-            Err(TryLockError::WouldBlock) => false,
-        }
+        self.0.is_done()
     }
 
     fn wait(&self, timeout: Duration) -> bool {
-        self.lock().wait(timeout)
+        self.0.wait(timeout)
     }
 }
 
@@ -204,7 +199,11 @@ impl Registers {
                 self.lifecycle = Lifecycle::Active;
             }
             Err(error) => {
-                tracing::warn!(device = ?self.device.device_type(), %error, "a device did not start");
+                // A driver that leaves out a queue can do this as often as it likes.
+                if let Some(times) = NOT_STARTED.again() {
+                    let device = self.device.device_type();
+                    tracing::warn!(?device, times, %error, "a device did not start");
+                }
                 self.lifecycle = Lifecycle::Halted(None);
                 self.interrupts.needs_reset();
             }

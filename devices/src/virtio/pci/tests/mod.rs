@@ -254,6 +254,24 @@ fn a_driver_that_does_not_poll_the_reset_waits_for_it_and_then_goes_on() {
 }
 
 #[test]
+fn processors_that_wait_for_one_reset_wait_side_by_side() {
+    let driver = probe(&[16]);
+    driver.start(VERSION_1, &[0]);
+    driver.script.slow.store(true, Ordering::SeqCst);
+    driver.set_status(0);
+    let began = std::time::Instant::now();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| driver.write16(22, 0));
+        }
+    });
+    let waited = began.elapsed();
+    driver.script.slow.store(false, Ordering::SeqCst);
+    assert!(waited >= super::RESET_PATIENCE, "{waited:?}");
+    assert!(waited < 2 * super::RESET_PATIENCE, "{waited:?}");
+}
+
+#[test]
 fn resetting_a_device_that_was_never_started_asks_nothing_of_it() {
     let driver = probe(&[16]);
     driver.negotiate(VERSION_1);

@@ -14,6 +14,8 @@ use crate::vmm;
 const END_DEADLINE: Duration = Duration::from_secs(5);
 /// How long the VMM may take to take a request.
 const REPLY_DEADLINE: Duration = Duration::from_secs(5);
+/// How long a worker may be locked by whoever made it.
+const LOCK_DEADLINE: Duration = Duration::from_millis(500);
 /// How long a tap may outlive the process that held it.
 const TAP_DEADLINE: Duration = Duration::from_secs(2);
 
@@ -49,7 +51,7 @@ pub enum Deleted {
 pub fn delete(state: &StateDir, name: &str, end: End) -> Result<Deleted, Error> {
     let dir = state.worker(name)?;
     state.sweep(name)?;
-    let Some(locked) = state.lock(&dir)? else {
+    let Some(locked) = lock(state, &dir)? else {
         return Ok(Deleted::Absent);
     };
     let how = match process::find(&dir) {
@@ -68,6 +70,19 @@ pub fn delete(state: &StateDir, name: &str, end: End) -> Result<Deleted, Error> 
     }
     state.remove(name, &locked)?;
     Ok(how)
+}
+
+/// Locks a worker. The VMM of a maker that was killed holds the maker's lock for the moment until it has become another program.
+fn lock(state: &StateDir, dir: &WorkerDir) -> Result<Option<Locked>, Error> {
+    let deadline = Instant::now() + LOCK_DEADLINE;
+    loop {
+        match state.lock(dir) {
+            Err(Error::Busy(_)) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            other => return other,
+        }
+    }
 }
 
 /// Removes a worker that is not finished: ends its process by force.
@@ -122,4 +137,41 @@ fn remove_tap(tap: &str) -> Result<(), Error> {
         what: format!("cannot remove {tap}"),
         source,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn made() -> (tempfile::TempDir, StateDir, Locked) {
+        let folder = tempfile::tempdir().unwrap();
+        let state = StateDir::new(Some(folder.path())).unwrap();
+        let mut locked = state.begin("a").unwrap();
+        state
+            .publish(&mut locked, &state.worker("a").unwrap())
+            .unwrap();
+        (folder, state, locked)
+    }
+
+    #[test]
+    fn a_lock_that_ends_in_a_moment_is_waited_for() {
+        let (_folder, state, locked) = made();
+        let held = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(30));
+            drop(locked);
+        });
+        assert_eq!(delete(&state, "a", End::Force).unwrap(), Deleted::Stopped);
+        held.join().unwrap();
+        assert_eq!(delete(&state, "a", End::Force).unwrap(), Deleted::Absent);
+    }
+
+    #[test]
+    fn a_worker_that_is_being_made_is_not_deleted() {
+        let (_folder, state, locked) = made();
+        assert!(matches!(
+            delete(&state, "a", End::Force),
+            Err(Error::Busy(_))
+        ));
+        assert!(locked.path.exists());
+    }
 }

@@ -4,7 +4,9 @@
 //! signalled through a pidfd.
 
 use std::fs;
+use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -119,7 +121,13 @@ impl Process {
 /// Remembers the process of a worker: its id and its start, in a line.
 pub(crate) fn remember(dir: &WorkerDir, id: ProcessId) -> Result<(), Error> {
     let path = dir.pid_file();
-    fs::write(&path, format!("{} {}\n", id.pid, id.start_ticks)).map_err(Error::io("write", &path))
+    let line = format!("{} {}\n", id.pid, id.start_ticks);
+    let mut options = fs::OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    options
+        .open(&path)
+        .and_then(|mut file| file.write_all(line.as_bytes()))
+        .map_err(Error::io("write", &path))
 }
 
 /// The running VMM of a worker: the one that was remembered, or, should its starter have been killed before it could write that
@@ -186,6 +194,22 @@ mod tests {
         assert!(id.open().is_none());
         child.wait().unwrap();
         assert_eq!(ProcessId::of(id.pid), None);
+    }
+
+    #[test]
+    fn what_is_remembered_is_for_its_owner_only() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let dir = StateDir::new(Some(folder.path()))
+            .unwrap()
+            .worker("a")
+            .unwrap();
+        fs::create_dir_all(dir.path()).unwrap();
+        let id = ProcessId::of(i32::try_from(std::process::id()).unwrap()).unwrap();
+        remember(&dir, id).unwrap();
+        assert_eq!(find(&dir).unwrap().id(), id);
+        let mode = dir.pid_file().metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
     }
 
     #[test]

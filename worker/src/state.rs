@@ -15,11 +15,11 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use drover_api::definition::MacAddress;
-use rustix::fs::{FlockOperation, RenameFlags, flock, renameat_with};
+use rustix::fs::{FlockOperation, Mode, OFlags, RenameFlags, flock, renameat_with};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -28,6 +28,8 @@ use crate::error::Error;
 
 /// Longest path in a unix socket's address (sun_path less its NUL).
 const SOCKET_PATH_MAX: usize = 107;
+/// How often a new folder is made when others sweep it before it is locked.
+const BEGIN_ATTEMPTS: u32 = 16;
 /// The file of a worker's record.
 const RECORD_FILE: &str = "worker.json";
 
@@ -164,15 +166,23 @@ impl StateDir {
         let folder = self.workers();
         make_folder(&folder)?;
         self.sweep(name)?;
-        let path = folder.join(format!(
-            ".{name}.new-{:.8}",
-            Uuid::new_v4().simple().to_string()
-        ));
-        DirBuilder::new()
-            .mode(0o700)
-            .create(&path)
-            .map_err(Error::io("create the folder", &path))?;
-        lock(name, &path)
+        let mut attempts = 0;
+        loop {
+            let path = folder.join(format!(
+                ".{name}.new-{:.8}",
+                Uuid::new_v4().simple().to_string()
+            ));
+            DirBuilder::new()
+                .mode(0o700)
+                .create(&path)
+                .map_err(Error::io("create the folder", &path))?;
+            match lock(name, &path) {
+                // Another maker of the same name swept the folder in the moment before it was locked.
+                Err(Error::Busy(_)) if attempts < BEGIN_ATTEMPTS => attempts += 1,
+                Err(error) if is_not_found(&error) && attempts < BEGIN_ATTEMPTS => attempts += 1,
+                other => return other,
+            }
+        }
     }
 
     /// Makes a finished folder appear as the worker `name`, durably.
@@ -188,7 +198,7 @@ impl StateDir {
     /// Locks the folder of worker `name`; `None` if there is none.
     pub(crate) fn lock(&self, dir: &WorkerDir) -> Result<Option<Locked>, Error> {
         match lock(&dir.name, &dir.path) {
-            Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) if is_not_found(&error) => Ok(None),
             other => other.map(Some),
         }
     }
@@ -314,15 +324,36 @@ fn entries(folder: &Path) -> Result<Vec<std::ffi::OsString>, Error> {
     }
 }
 
+fn is_not_found(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+}
+
+/// Opens and locks a folder. Never one that was moved away between the two, under whose name another may be by now.
 fn lock(name: &str, path: &Path) -> Result<Locked, Error> {
-    let handle = File::open(path).map_err(Error::io("open the folder", path))?;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let handle = rustix::fs::open(path, flags, Mode::empty())
+        .map_err(|error| Error::io("open the folder", path)(error.into()))?;
+    lock_open(name, path, handle.into())
+}
+
+fn lock_open(name: &str, path: &Path, handle: File) -> Result<Locked, Error> {
     match flock(&handle, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(Locked {
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => return Err(Error::Busy(name.to_owned())),
+        Err(error) => return Err(Error::io("lock the folder", path)(error.into())),
+    }
+    let held = handle.metadata();
+    let named = path.symlink_metadata();
+    let same = held
+        .and_then(|held| named.map(|named| (held.dev(), held.ino()) == (named.dev(), named.ino())));
+    match same.map_err(Error::io("look at the folder", path))? {
+        true => Ok(Locked {
             handle,
             path: path.to_path_buf(),
         }),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Busy(name.to_owned())),
-        Err(error) => Err(Error::io("lock the folder", path)(error.into())),
+        false => Err(Error::io("lock the folder", path)(
+            io::ErrorKind::NotFound.into(),
+        )),
     }
 }
 
@@ -438,6 +469,62 @@ mod tests {
         let locked = state.lock(&dir).unwrap().unwrap();
         state.remove("a", &locked).unwrap();
         assert_eq!(fs::read_dir(state.workers()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_folder_that_was_replaced_before_it_was_locked_is_not_taken_for_the_new_one() {
+        let (_folder, state) = state();
+        let dir = state.worker("a").unwrap();
+        let mut old = state.begin("a").unwrap();
+        state.publish(&mut old, &dir).unwrap();
+        let opened_early = File::open(&dir.path).unwrap();
+        state.remove("a", &old).unwrap();
+        drop(old);
+        let gone = lock_open("a", &dir.path, opened_early.try_clone().unwrap()).unwrap_err();
+        assert!(is_not_found(&gone), "{gone}");
+        let mut new = state.begin("a").unwrap();
+        state.publish(&mut new, &dir).unwrap();
+        let replaced = lock_open("a", &dir.path, opened_early).unwrap_err();
+        assert!(is_not_found(&replaced), "{replaced}");
+    }
+
+    #[test]
+    fn a_link_in_the_place_of_a_worker_is_not_followed() {
+        let (folder, state) = state();
+        let elsewhere = folder.path().join("elsewhere");
+        fs::create_dir(&elsewhere).unwrap();
+        fs::write(elsewhere.join("precious"), b"x").unwrap();
+        make_folder(&state.workers()).unwrap();
+        std::os::unix::fs::symlink(&elsewhere, state.workers().join("a")).unwrap();
+        assert!(state.lock(&state.worker("a").unwrap()).is_err());
+        assert!(elsewhere.join("precious").exists());
+    }
+
+    #[test]
+    fn many_makers_of_one_name_make_one_worker_and_the_others_hear_that_it_exists() {
+        let (_folder, state) = state();
+        let dir = state.worker("a").unwrap();
+        let start = std::sync::Barrier::new(8);
+        let outcomes: Vec<Result<(), Error>> = std::thread::scope(|scope| {
+            let makers: Vec<_> = (0..8)
+                .map(|_| {
+                    scope.spawn(|| {
+                        start.wait();
+                        let mut locked = state.begin("a")?;
+                        write_durable(&locked.path.join("x"), b"")?;
+                        state.publish(&mut locked, &dir)
+                    })
+                })
+                .collect();
+            makers
+                .into_iter()
+                .map(|maker| maker.join().unwrap())
+                .collect()
+        });
+        assert_eq!(outcomes.iter().filter(|outcome| outcome.is_ok()).count(), 1);
+        for error in outcomes.into_iter().filter_map(Result::err) {
+            assert!(matches!(error, Error::Exists(_)), "{error}");
+        }
     }
 
     #[test]

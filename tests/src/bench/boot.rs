@@ -148,7 +148,7 @@ pub fn run(site: &Site, folder: &Path, rounds: usize) -> Result<Value> {
         },
         Limit {
             name: "own_cpu_vs_microvm",
-            value: number(&cpu["drover"]) / number(&cpu["microvm"]),
+            value: rounded(number(&cpu["drover"]) / number(&cpu["microvm"])),
             at_most: 0.75,
         },
     ];

@@ -13,11 +13,14 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant, SystemTime};
 
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+
+/// How long the artefact of an older recipe is kept after its last use: other checkouts may still want it.
+const KEPT: Duration = Duration::from_secs(3 * 24 * 3600);
 
 /// The inputs of an artefact, hashed in the order given.
 #[derive(Clone)]
@@ -96,6 +99,27 @@ impl Cache {
         self.folder.join(format!("{name}-{}", key.text()))
     }
 
+    /// Removes what earlier recipes of an artefact left, once nobody has asked for it in [`KEPT`].
+    fn remove_forgotten(&self, name: &str, current: &Path) -> Result<()> {
+        let entries = fs::read_dir(&self.folder).map_err(Error::io("list", &self.folder))?;
+        for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+            let key = path
+                .file_name()
+                .and_then(|file| file.to_str()?.strip_prefix(name)?.strip_prefix('-'));
+            let is_key = key.is_some_and(|key| {
+                key.len() == 12 && key.bytes().all(|byte| byte.is_ascii_hexdigit())
+            });
+            let age = path
+                .metadata()
+                .and_then(|data| data.modified())
+                .map(|time| time.elapsed());
+            if is_key && path != current && matches!(age, Ok(Ok(age)) if age > KEPT) {
+                remove_tree(&path)?;
+            }
+        }
+        Ok(())
+    }
+
     /// The folder of an artefact, built if it is not there. Two processes never build one at a time.
     pub(crate) fn artefact(
         &self,
@@ -105,6 +129,7 @@ impl Cache {
     ) -> Result<PathBuf> {
         let path = self.path(name, key);
         if path.is_dir() {
+            mark_used(&path);
             return Ok(path);
         }
         let stem = format!(".{name}-{}", key.text());
@@ -126,12 +151,19 @@ impl Cache {
             log: &log,
         })?;
         fs::rename(&partial, &path).map_err(Error::io("publish", &path))?;
+        self.remove_forgotten(name, &path)?;
         self.say(&format!(
             "{name}: ready after {:.1} s",
             started.elapsed().as_secs_f64()
         ));
         Ok(path)
     }
+}
+
+/// Remembers when an artefact was last asked for: by its folder's time of modification.
+fn mark_used(path: &Path) {
+    // A cache that cannot be written to is still good to read.
+    let _ = File::open(path).and_then(|folder| folder.set_modified(SystemTime::now()));
 }
 
 /// Removes a folder and all in it, if it is there.

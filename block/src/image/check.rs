@@ -192,6 +192,10 @@ impl Walk<'_> {
     fn walk_l1(&mut self, header: &Header, l1: TableAt, owner: Owner) -> Result<(), Error> {
         self.refer(l1.offset, l1.entries * 8, "an L1 table");
         for entry in self.entries(l1)? {
+            if entry & spec::L1_RESERVED != 0 {
+                self.report
+                    .corruption(format!("an L1 entry has reserved bits set: {entry:#x}"));
+            }
             let table = entry & OFFSET_MASK;
             if table == 0 || !self.is_sound(table, "an L2 table") {
                 continue;
@@ -209,6 +213,10 @@ impl Walk<'_> {
 
     fn walk_l2_entry(&mut self, header: &Header, raw: u64, owner: Owner) {
         let active = u64::from(owner == Owner::Active);
+        if raw & spec::COMPRESSED == 0 && raw & spec::L2_RESERVED != 0 {
+            self.report
+                .corruption(format!("an L2 entry has reserved bits set: {raw:#x}"));
+        }
         match L2Entry::decode(raw, self.geometry, header.version) {
             Ok(L2Entry::Unallocated | L2Entry::Zero { host: None, .. }) => {}
             Ok(

@@ -90,6 +90,8 @@ pub(crate) struct Qcow2 {
     clusters: RangeLock,
     /// Whether the duties of the first write are done.
     begun: Cell<bool>,
+    /// Which flushes have begun and which of them are over.
+    flushes: flush::Flushes,
     /// Why writing has ended, if it has.
     stopped: Cell<Option<&'static str>>,
 }
@@ -158,6 +160,7 @@ impl Qcow2 {
             meta: RangeLock::default(),
             clusters: RangeLock::default(),
             begun: Cell::new(false),
+            flushes: flush::Flushes::default(),
             stopped: Cell::new(None),
             file,
             header,
@@ -171,6 +174,10 @@ impl Qcow2 {
 
     pub(crate) fn file(&self) -> &BlockFile {
         &self.file
+    }
+
+    pub(crate) fn file_mut(&mut self) -> &mut BlockFile {
+        &mut self.file
     }
 
     pub(crate) fn header(&self) -> &Header {

@@ -148,6 +148,10 @@ pub(crate) const COPIED: u64 = 1 << 63;
 pub(crate) const COMPRESSED: u64 = 1 << 62;
 /// Bit 0 of an L2 entry (version 3): reads as zero, whatever lies at the host offset or below.
 pub(crate) const ZERO: u64 = 1;
+/// Bits of an L1 entry that must be zero.
+pub(crate) const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
+/// Bits of an L2 entry, other than that of a compressed cluster, that must be zero.
+pub(crate) const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
 /// Bits of a refcount table entry that hold the offset.
 pub(crate) const REFCOUNT_OFFSET_MASK: u64 = 0xffff_ffff_ffff_fe00;
 /// No host offset reaches this.

@@ -178,58 +178,63 @@ fn an_encrypted_image_is_refused_by_name() {
 }
 
 #[test]
-fn a_dirty_or_corrupt_image_is_read_but_not_written() {
+fn a_corrupt_image_is_read_but_not_written() {
     let folder = Folder::new();
-    for (bit, what) in [(0, "lazy refcounts"), (1, "corrupt")] {
-        let spec = pair(&Folder::new(), "compat=1.1");
-        drop(spec);
-        let spec = pair_named(&folder, bit);
-        patch(&spec.top.path, 72, &(1u64 << bit).to_be_bytes());
-        let message = refusal(&spec);
-        assert!(
-            message.contains(what) && message.contains("qemu-img check"),
-            "{message}"
-        );
-        let mut disk = TestDisk::open(&DiskSpec {
-            read_only: true,
-            ..spec
-        });
-        assert!(all(&disk.read(0, 1 << 20), 0xaa));
-    }
-}
-
-fn pair_named(folder: &Folder, n: u32) -> DiskSpec {
-    let spec = pair(folder, "compat=1.1");
-    let renamed = folder.path(&format!("top{n}.qcow2"));
-    std::fs::rename(&spec.top.path, &renamed).unwrap();
-    let mut spec = spec;
-    spec.top.path = renamed;
-    spec
+    let spec = pair(&folder, "compat=1.1");
+    patch(&spec.top.path, 72, &2u64.to_be_bytes());
+    let message = refusal(&spec);
+    assert!(
+        message.contains("corrupt") && message.contains("qemu-img check"),
+        "{message}"
+    );
+    let mut disk = TestDisk::open(&DiskSpec {
+        read_only: true,
+        ..spec
+    });
+    assert!(all(&disk.read(0, 1 << 20), 0xaa));
 }
 
 #[test]
-fn a_lazy_writer_that_was_killed_leaves_an_image_that_is_refused_until_mended() {
-    let folder = Folder::new();
-    let top = folder.path("top.qcow2");
-    qemu_img(&[
-        "create",
-        "-q",
-        "-f",
-        "qcow2",
-        "-o",
+fn refcounts_that_a_killed_lazy_writer_left_behind_are_put_right_before_the_first_write() {
+    for options in [
         "lazy_refcounts=on",
-        text(&top),
-        "1M",
-    ]);
-    common::try_qemu_io("qcow2", &top, &["write -P 0x77 0 128k", "flush", "abort"]);
-    let spec = spec(&top, Format::Qcow2, &[]);
-    assert!(refusal(&spec).contains("lazy refcounts"));
-    qemu_img(&["check", "-q", "-r", "all", text(&top)]);
-    let mut disk = TestDisk::open(&spec);
-    assert!(all(&disk.read(0, 128 << 10), 0x77));
-    disk.fill(128 * K, 65536, 1);
-    disk.close();
-    assert_clean(&top);
+        "lazy_refcounts=on,cluster_size=4k,refcount_bits=1",
+    ] {
+        let folder = Folder::new();
+        let top = folder.path("top.qcow2");
+        qemu_img(&[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-o",
+            options,
+            text(&top),
+            "1M",
+        ]);
+        common::try_qemu_io("qcow2", &top, &["write -P 0x77 0 128k", "flush", "abort"]);
+        let before = std::fs::read(&top).unwrap();
+        assert_eq!(before[79], 1, "QEMU left the image dirty");
+        assert!(check(&top).1 > 0, "and its refcounts wrong");
+        let spec = spec(&top, Format::Qcow2, &[]);
+        for read_only in [true, false] {
+            let mut disk = TestDisk::open(&DiskSpec {
+                read_only,
+                ..spec.clone()
+            });
+            assert!(all(&disk.read(0, 128 << 10), 0x77));
+            disk.close();
+            assert!(std::fs::read(&top).unwrap() == before, "nobody has written");
+        }
+        let mut disk = TestDisk::open(&spec);
+        disk.fill(128 * K, 65536, 1);
+        disk.fill(0, 4096, 2);
+        disk.close();
+        assert_clean(&top);
+        let seen = contents("qcow2", &top);
+        assert!(all(&seen[..4096], 2) && all(&seen[4096..128 << 10], 0x77));
+        assert!(all(&seen[128 << 10..192 << 10], 1) && all(&seen[192 << 10..], 0));
+    }
 }
 
 #[test]

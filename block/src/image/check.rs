@@ -73,15 +73,23 @@ pub fn check(path: &Path, format: Format) -> Result<CheckReport, Error> {
         return Ok(CheckReport::default());
     }
     let header = read_header(&file)?;
-    let mut walk = Walk {
-        file: &file,
-        geometry: header.geometry,
-        references: HashMap::new(),
-        refcount_blocks: Vec::new(),
-        report: CheckReport::default(),
-    };
+    let mut walk = Walk::new(&file, header.geometry);
     walk.run(&header)?;
     Ok(walk.report)
+}
+
+/// The references to every host cluster of an image whose refcounts are not to be believed.
+///
+/// # Errors
+/// The image contradicts itself elsewhere too, or cannot be read.
+pub(crate) fn references(file: &BlockFile, header: &Header) -> Result<HashMap<u64, u64>, Error> {
+    let mut walk = Walk::new(file, header.geometry);
+    walk.count(header)?;
+    if let Some(finding) = walk.report.findings.first() {
+        let reason = format!("{finding}; repair it with `qemu-img check -r all`");
+        return Err(Error::new(file.path(), ErrorKind::NotWritable(reason)));
+    }
+    Ok(walk.references)
 }
 
 struct Walk<'a> {
@@ -108,8 +116,26 @@ enum Owner {
     Snapshot,
 }
 
-impl Walk<'_> {
+impl<'a> Walk<'a> {
+    fn new(file: &'a BlockFile, geometry: Geometry) -> Self {
+        Self {
+            file,
+            geometry,
+            references: HashMap::new(),
+            refcount_blocks: Vec::new(),
+            report: CheckReport::default(),
+        }
+    }
+
     fn run(&mut self, header: &Header) -> Result<(), Error> {
+        self.count(header)?;
+        self.compare()?;
+        // Exactness of the COPIED flag depends on refcounts, which are known to be readable only now.
+        self.check_copied(header)
+    }
+
+    /// Counts all references.
+    fn count(&mut self, header: &Header) -> Result<(), Error> {
         let cluster = self.geometry.cluster_size();
         self.report.total_clusters = header.size.div_ceil(cluster);
         self.refer(0, cluster, "the header");
@@ -132,9 +158,7 @@ impl Walk<'_> {
                 self.refer(block, cluster, "a refcount block");
             }
         }
-        self.compare()?;
-        // Exactness of the COPIED flag depends on refcounts, which are known to be readable only now.
-        self.check_copied(header)
+        Ok(())
     }
 
     /// Counts a reference to every cluster that `bytes` bytes at `host` touch.

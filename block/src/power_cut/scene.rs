@@ -72,6 +72,11 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("test paths are UTF-8")
 }
 
+/// Whether an image is marked as having refcounts that are not to be believed.
+pub(super) fn is_dirty(image: &Path) -> bool {
+    std::fs::read(image).unwrap()[79] & 1 != 0
+}
+
 /// A folder in memory where the host has such a place.
 pub(super) fn folder() -> tempfile::TempDir {
     let parents = [PathBuf::from("/dev/shm"), std::env::temp_dir()];
@@ -210,6 +215,32 @@ impl Scene {
             };
             image::create_qcow2(top, &options).unwrap();
             vec![layer(&packed, Format::Qcow2)]
+        })
+    }
+
+    /// QEMU was killed while it kept refcounts lazily, so that they are put right first.
+    pub(super) fn dirty() -> Self {
+        let size = 160 * 1024;
+        Self::build(size, |top, _| {
+            let options = "lazy_refcounts=on,cluster_size=2k";
+            let create = [
+                "create",
+                "-q",
+                "-f",
+                "qcow2",
+                "-o",
+                options,
+                text(top),
+                "160k",
+            ];
+            qemu("qemu-img", &create);
+            let killed = Command::new("qemu-io")
+                .args(["-f", "qcow2", "-c", "write -P 7 0 90k", "-c", "flush"])
+                .args(["-c", "abort", text(top)])
+                .output()
+                .expect("QEMU's tools are installed by `cargo xtask setup`");
+            assert!(!killed.status.success() && is_dirty(top));
+            vec![]
         })
     }
 

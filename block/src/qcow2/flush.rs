@@ -91,7 +91,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    async fn write_tables(&self, role: Role) -> Result<(), IoError> {
+    pub(super) async fn write_tables(&self, role: Role) -> Result<(), IoError> {
         let write = self.tables.write_dirty(&self.file, role).await;
         write.map_err(|e| IoError::host("write a table", 0, &e))
     }

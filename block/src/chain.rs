@@ -187,7 +187,7 @@ impl Chain {
                     });
                     piece.span = piece.span.part(0, taken);
                 }
-                if extent.mapping == Mapping::Below {
+                if matches!(extent.mapping, Mapping::Below | Mapping::BelowKept { .. }) {
                     piece.layer += 1;
                     continue;
                 }
@@ -242,7 +242,9 @@ impl Chain {
                 work.push((layer, offset + extent.length, inside - extent.length));
             }
             match extent.mapping {
-                Mapping::Below => work.push((layer + 1, offset, extent.length)),
+                Mapping::Below | Mapping::BelowKept { .. } => {
+                    work.push((layer + 1, offset, extent.length));
+                }
                 Mapping::Zero | Mapping::ZeroKept { .. } => {}
                 Mapping::Data { .. } | Mapping::Compressed { .. } => return Ok(false),
             }

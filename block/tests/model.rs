@@ -325,6 +325,7 @@ fn compressed_clusters_are_read_and_can_be_overwritten_in_part() {
         "compression_type=zstd",
         "compression_type=zlib,cluster_size=4k",
         "compression_type=zstd,cluster_size=1M",
+        "compression_type=zstd,cluster_size=64k,extended_l2=on",
     ] {
         let folder = Folder::new();
         let source = folder.path("source.raw");
@@ -347,6 +348,39 @@ fn compressed_clusters_are_read_and_can_be_overwritten_in_part() {
         ]);
         exercise(&spec(&top, Format::Qcow2, &[]), &mut model, 120, 8, 100_000);
         judge(&top, &model);
+    }
+}
+
+#[test]
+fn images_with_subclusters_hold_what_was_written() {
+    for (n, bits) in [14, 16, 17, 21].into_iter().enumerate() {
+        let folder = Folder::new();
+        let size = (5u64 << bits).max(1 << 20) + 512;
+        let options = format!("extended_l2=on,cluster_size={}", 1u64 << bits);
+        let base = folder.path("base.raw");
+        let mut model: Vec<u8> = (0..700_000u32 / 512 * 512)
+            .map(|n| (n / 131) as u8 | 1)
+            .collect();
+        std::fs::write(&base, &model).unwrap();
+        model.resize(size as usize, 0);
+        let top = overlay(&folder, &options, &base, "raw", size);
+        let spec = spec(&top, Format::Qcow2, &[layer(&base, Format::Raw)]);
+        exercise(&spec, &mut model, 200, 50 + n as u64, 60_000);
+        judge(&top, &model);
+        // QEMU goes on where we were, with a snapshot in between, and we where it was.
+        qemu_img(&["snapshot", "-c", "s", text(&top)]);
+        let before = model.clone();
+        qemu_io(
+            "qcow2",
+            &top,
+            &["write -P 0x77 100000 3000", "write -z 300000 70000"],
+        );
+        model[100_000..103_000].fill(0x77);
+        model[300_000..370_000].fill(0);
+        exercise(&spec, &mut model, 150, 90 + n as u64, 60_000);
+        judge(&top, &model);
+        qemu_img(&["snapshot", "-a", "s", text(&top)]);
+        judge(&top, &before);
     }
 }
 

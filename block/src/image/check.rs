@@ -19,7 +19,9 @@ use crate::error::{Error, ErrorKind};
 use crate::io::BlockFile;
 use crate::lock::Access;
 use crate::qcow2::header::{Header, TableAt};
-use crate::qcow2::spec::{self, BitmapHead, COPIED, Geometry, L2Entry, OFFSET_MASK, get_refcount};
+use crate::qcow2::spec::{
+    self, BitmapHead, COPIED, Geometry, OFFSET_MASK, RawEntry, Reference, get_refcount,
+};
 use crate::qcow2::{be_entries, load_snapshots, read_header};
 use crate::{Cache, Format, task};
 
@@ -225,44 +227,47 @@ impl<'a> Walk<'a> {
                 continue;
             }
             self.refer(table, self.geometry.cluster_size(), "an L2 table");
-            for raw in self.entries(TableAt {
-                offset: table,
-                entries: self.geometry.l2_entries(),
-            })? {
+            for raw in self.l2_entries(table)? {
                 self.walk_l2_entry(header, raw, owner);
             }
         }
         Ok(())
     }
 
-    fn walk_l2_entry(&mut self, header: &Header, raw: u64, owner: Owner) {
+    fn walk_l2_entry(&mut self, header: &Header, raw: RawEntry, owner: Owner) {
         let active = u64::from(owner == Owner::Active);
-        if raw & spec::COMPRESSED == 0 && raw & spec::L2_RESERVED != 0 {
+        let entry = raw.entry;
+        if entry & spec::COMPRESSED == 0 && entry & spec::L2_RESERVED != 0 {
             self.report
-                .corruption(format!("an L2 entry has reserved bits set: {raw:#x}"));
+                .corruption(format!("an L2 entry has reserved bits set: {entry:#x}"));
         }
-        match L2Entry::decode(raw, self.geometry, header.version) {
-            Ok(L2Entry::Unallocated | L2Entry::Zero { host: None, .. }) => {}
-            Ok(
-                L2Entry::Data { host, .. }
-                | L2Entry::Zero {
-                    host: Some(host), ..
-                },
-            ) => {
+        match raw.reference(self.geometry, header.version) {
+            Ok(Reference::Nothing) => {}
+            Ok(Reference::Cluster { host, .. }) => {
                 self.report.allocated_clusters += active;
                 self.refer(host, self.geometry.cluster_size(), "guest data");
             }
-            Ok(L2Entry::Compressed { host, bytes }) => {
+            Ok(Reference::Compressed { host, bytes }) => {
                 self.report.allocated_clusters += active;
                 self.report.compressed_clusters += active;
-                if raw & COPIED != 0 {
+                if entry & COPIED != 0 {
                     self.report
                         .corruption(format!("compressed data at {host:#x} is marked COPIED"));
                 }
                 self.refer(host, bytes, "compressed data");
             }
-            Err(reason) => self.report.corruption(format!("{reason}: {raw:#x}")),
+            Err(reason) => self.report.corruption(format!("{reason}: {entry:#x}")),
         }
+    }
+
+    /// The entries of the L2 table at `host`.
+    fn l2_entries(&self, host: u64) -> Result<Vec<RawEntry>, Error> {
+        let table = self.read(host, self.geometry.cluster_size())?;
+        let size = self.geometry.l2_entry_bytes() as usize;
+        let entries = table.bytes().chunks_exact(size);
+        Ok(entries
+            .map(|bytes| RawEntry::read(bytes, self.geometry))
+            .collect())
     }
 
     /// Persistent bitmaps take clusters as well.
@@ -374,18 +379,11 @@ impl<'a> Walk<'a> {
                 continue;
             }
             self.compare_copied(&mut cache, table, entry, "an L2 table")?;
-            for raw in self.entries(TableAt {
-                offset: table,
-                entries: self.geometry.l2_entries(),
-            })? {
-                if let Ok(
-                    L2Entry::Data { host, .. }
-                    | L2Entry::Zero {
-                        host: Some(host), ..
-                    },
-                ) = L2Entry::decode(raw, self.geometry, header.version)
+            for raw in self.l2_entries(table)? {
+                if let Ok(Reference::Cluster { host, .. }) =
+                    raw.reference(self.geometry, header.version)
                 {
-                    self.compare_copied(&mut cache, host, raw, "guest data")?;
+                    self.compare_copied(&mut cache, host, raw.entry, "guest data")?;
                 }
             }
         }

@@ -31,7 +31,9 @@ impl Ring {
             .setup_clamp()
             .build(ENTRIES)?;
         let submitter = ring.submitter();
-        submitter.register_files(files)?;
+        if !files.is_empty() {
+            submitter.register_files(files)?;
+        }
         let codes = [
             opcode::Readv::CODE,
             opcode::Writev::CODE,

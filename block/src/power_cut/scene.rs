@@ -218,6 +218,26 @@ impl Scene {
         })
     }
 
+    /// Subclusters over a base, with a snapshot.
+    pub(super) fn subclusters() -> Self {
+        let size = 160 * 1024;
+        Self::build(size, |top, folder| {
+            let below = folder.join("base.raw");
+            std::fs::write(&below, vec![0xaa; 100 * 1024]).unwrap();
+            let options = CreateOptions {
+                cluster_size: 16 * 1024,
+                extended_l2: true,
+                backing: Some((below.clone(), Format::Raw)),
+                ..CreateOptions::new(size as u64)
+            };
+            image::create_qcow2(top, &options).unwrap();
+            let layers = vec![layer(&below, Format::Raw)];
+            fill(top, &layers, 50 * 1024, 0x22);
+            qemu("qemu-img", &["snapshot", "-c", "s", text(top)]);
+            layers
+        })
+    }
+
     /// QEMU was killed while it kept refcounts lazily, so that they are put right first.
     pub(super) fn dirty() -> Self {
         let size = 160 * 1024;
@@ -386,7 +406,8 @@ impl Guest {
     fn request(&mut self, n: usize, random: &mut Random) {
         let total = (self.disk.size_bytes() / SECTOR as u64) as usize;
         let first = random.below(total as u64) as usize;
-        let count = (random.below(24) as usize + 1).min(total - first);
+        let most = if n.is_multiple_of(4) { 100 } else { 24 };
+        let count = (random.below(most) as usize + 1).min(total - first);
         let sectors = first..first + count;
         let is_free =
             |busy: &Busy| busy.sectors.end <= sectors.start || sectors.end <= busy.sectors.start;

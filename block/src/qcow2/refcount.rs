@@ -226,12 +226,12 @@ impl Qcow2 {
         if new_entries <= old_entries {
             return Err(IoError::NoSpace);
         }
-        let clusters = new_entries.div_ceil(geometry.l2_entries());
+        let clusters = new_entries.div_ceil(geometry.table_entries());
         let (host, blocks) = self
             .fresh_region(old_entries, clusters, "the refcount table")
             .await?;
         entries.extend(blocks);
-        entries.resize((clusters * geometry.l2_entries()) as usize, 0);
+        entries.resize((clusters * geometry.table_entries()) as usize, 0);
         let mut pages = Pages::zeroed(entries.len() * 8);
         for (bytes, entry) in pages.bytes_mut().chunks_exact_mut(8).zip(&entries) {
             bytes.copy_from_slice(&entry.to_be_bytes());

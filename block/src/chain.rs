@@ -10,13 +10,16 @@
 //! it, and then only plain paths beneath the folder of the top image ([`Backing::FromHeader`]).
 
 use std::ffi::OsStr;
+use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 
 use crate::buffers::Span;
 use crate::error::{Error, ErrorKind, IoError};
+use crate::io::queue::Queue;
 use crate::io::{BlockFile, open_error, open_flags};
 use crate::lock::Access;
 use crate::qcow2::header::Header;
@@ -124,10 +127,20 @@ impl Chain {
             .unwrap_or_else(|| unreachable!("a chain has a top"))
     }
 
-    pub(crate) fn top_mut(&mut self) -> &mut Image {
-        self.layers
-            .first_mut()
-            .unwrap_or_else(|| unreachable!("a chain has a top"))
+    /// The descriptors of all files.
+    pub(crate) fn descriptors(&self) -> Vec<RawFd> {
+        let files = self.layers.iter().map(Image::file);
+        files.flat_map(BlockFile::descriptors).collect()
+    }
+
+    /// From now on all transfers go through `queue`.
+    pub(crate) fn set_queue(&mut self, queue: &Arc<Queue>) {
+        for layer in &mut self.layers {
+            match layer {
+                Image::Raw(raw) => raw.file_mut().set_queue(queue),
+                Image::Qcow2(qcow2) => qcow2.file_mut().set_queue(queue),
+            }
+        }
     }
 
     /// Size of the layer under the top; 0 without one.
@@ -174,7 +187,7 @@ impl Chain {
                     });
                     piece.span = piece.span.part(0, taken);
                 }
-                if extent.mapping == Mapping::Below {
+                if matches!(extent.mapping, Mapping::Below | Mapping::BelowKept { .. }) {
                     piece.layer += 1;
                     continue;
                 }
@@ -229,7 +242,9 @@ impl Chain {
                 work.push((layer, offset + extent.length, inside - extent.length));
             }
             match extent.mapping {
-                Mapping::Below => work.push((layer + 1, offset, extent.length)),
+                Mapping::Below | Mapping::BelowKept { .. } => {
+                    work.push((layer + 1, offset, extent.length));
+                }
                 Mapping::Zero | Mapping::ZeroKept { .. } => {}
                 Mapping::Data { .. } | Mapping::Compressed { .. } => return Ok(false),
             }

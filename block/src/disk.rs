@@ -4,17 +4,23 @@
 //!  submit(Request) ──> check ──> task: hold clusters ─> map ─> transfer ─> link ──> Completion ──> poll()
 //! ```
 //!
-//! Everything happens on the thread that calls [`Disk::submit`] and [`Disk::poll`]. With the synchronous back end a task runs to
-//! its end inside `submit`.
+//! Everything but the transfers themselves happens on the thread that calls [`Disk::submit`] and [`Disk::poll`]. What performs them
+//! is an [`IoEngine`]; with the inline one a task runs to its end inside `submit`.
 
+use std::future::Future;
 use std::os::fd::BorrowedFd;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 
 use crate::DiskSpec;
 use crate::buffers::Buffers;
 use crate::chain::{Chain, Image};
 use crate::error::{Error, ErrorKind, IoError};
+use crate::io::queue::Queue;
 use crate::qcow2::Clear;
-use crate::task::{self, Kind};
+use crate::task::{self, Executor, Kind, Serve};
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
 #[derive(Debug)]
@@ -71,92 +77,188 @@ pub struct Completion {
     pub result: Result<(), IoError>,
 }
 
+/// What performs the transfers of a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IoEngine {
+    /// System calls on the thread that submits: for jobs, and where nobody else waits for that thread.
+    #[default]
+    Inline,
+    /// An io_uring. It is made, restricted and enabled when the disk is opened; afterwards the thread that owns the disk needs
+    /// `io_uring_enter` only.
+    IoUring,
+    /// A pool of threads, made when the disk is opened.
+    Threads,
+}
+
+impl IoEngine {
+    /// The better of the two asynchronous engines that this host allows: [`IoEngine::IoUring`] where a ring can be made,
+    /// else [`IoEngine::Threads`].
+    #[must_use]
+    pub fn asynchronous() -> Self {
+        match Queue::ring(&[]) {
+            Ok(_) => Self::IoUring,
+            Err(_) => Self::Threads,
+        }
+    }
+}
+
 /// Failures of one disk that are logged; later ones are only counted by whoever serves the disk.
 const LOGGED_FAILURES: u32 = 32;
 
-/// An open disk. It can move to another thread, and belongs to one at a time.
-pub struct Disk {
+/// What requests share.
+struct Core {
     chain: Chain,
     read_only: bool,
     discard: bool,
-    done: Vec<Completion>,
+}
+
+impl Serve<Request, Completion> for Core {
+    async fn serve(core: Rc<Self>, request: Request) -> Completion {
+        let Request { tag, op } = request;
+        let result = core.run(&op).await;
+        // The memory belongs to the guest again before it hears of the end.
+        drop(op);
+        Completion { tag, result }
+    }
+}
+
+/// An open disk. It can move to another thread, and belongs to one at a time.
+pub struct Disk {
+    executor: Executor<Core, Request, Completion>,
+    /// What transfers wait in; absent with the inline engine.
+    queue: Option<Arc<Queue>>,
+    pub(crate) done: Vec<Completion>,
     failures: u32,
     closed: bool,
 }
 
 impl std::fmt::Debug for Disk {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Disk({})", self.chain.top().file().path().display())
+        write!(f, "Disk({})", self.top().file().path().display())
     }
 }
 
 impl Disk {
-    /// Opens and locks every image of a disk. No byte of any of them is changed.
+    /// Opens and locks every image of a disk. No byte of any of them is changed. Transfers are made inline.
     ///
     /// # Errors
     /// An image is missing, in use, of another format than stated, damaged or in need of something unsupported; or a header names
     /// a backing file that nothing permits.
     pub fn open(spec: &DiskSpec) -> Result<Self, Error> {
-        Ok(Self {
-            chain: Chain::open(spec)?,
-            read_only: spec.read_only,
-            discard: spec.discard,
+        Self::open_with(spec, IoEngine::Inline)
+    }
+
+    /// [`Disk::open`] with a choice of what performs transfers.
+    ///
+    /// # Errors
+    /// Those of [`Disk::open`], and what the host says where it allows no io_uring or no more threads.
+    pub fn open_with(spec: &DiskSpec, engine: IoEngine) -> Result<Self, Error> {
+        let chain = Chain::open(spec)?;
+        let path = &spec.top.path;
+        let queue = match engine {
+            IoEngine::Inline => None,
+            IoEngine::IoUring => Some(
+                Queue::ring(&chain.descriptors())
+                    .map_err(|e| Error::io(path, "make an io_uring for", e))?,
+            ),
+            IoEngine::Threads => {
+                Some(Queue::threads().map_err(|e| Error::io(path, "start threads for", e))?)
+            }
+        };
+        Ok(Self::new(chain, spec, queue))
+    }
+
+    /// [`Disk::open`] with transfers in an order that `seed` chooses.
+    #[cfg(test)]
+    pub(crate) fn open_shuffled(spec: &DiskSpec, seed: u64) -> Result<Self, Error> {
+        let chain = Chain::open(spec)?;
+        Ok(Self::new(chain, spec, Some(Queue::shuffle(seed))))
+    }
+
+    fn new(mut chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
+        let queue = queue.map(Arc::new);
+        if let Some(queue) = &queue {
+            chain.set_queue(queue);
+        }
+        Self {
+            executor: Executor::new(Core {
+                chain,
+                read_only: spec.read_only,
+                discard: spec.discard,
+            }),
+            queue,
             done: Vec::new(),
             failures: 0,
             closed: false,
-        })
+        }
+    }
+
+    fn core(&self) -> &Core {
+        self.executor.core()
+    }
+
+    fn top(&self) -> &Image {
+        self.core().chain.top()
     }
 
     /// Size in bytes.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
-        self.chain.top().size()
+        self.top().size()
     }
 
     /// Whether writes are refused.
     #[must_use]
     pub fn read_only(&self) -> bool {
-        self.read_only
+        self.core().read_only
     }
 
     /// Whether discards give space back.
     #[must_use]
     pub fn supports_discard(&self) -> bool {
-        self.discard && !self.read_only
+        self.core().discard && !self.core().read_only
     }
 
     /// To what discards should be aligned, in bytes: smaller ones may give no space back. At most 2 MiB.
     #[must_use]
     pub fn discard_granularity(&self) -> u64 {
-        self.chain.top().discard_granularity()
+        self.top().discard_granularity()
     }
 
-    /// Begins a request; its completion comes from [`Disk::poll`].
+    /// Begins a request; its completion comes from [`Disk::poll`], which has to be called after a batch of these: it is what
+    /// hands the transfers to the host.
     pub fn submit(&mut self, request: Request) {
-        let Request { tag, op } = request;
-        let result = task::complete(self.run(&op));
-        drop(op);
-        if let Err(error) = &result {
-            self.log(error);
+        let completion = match &self.queue {
+            Some(_) => self.executor.start(request),
+            None => {
+                let Request { tag, op } = request;
+                let result = task::complete(self.core().run(&op));
+                drop(op);
+                Some(Completion { tag, result })
+            }
+        };
+        if let Some(completion) = completion {
+            self.finish(completion);
         }
-        self.done.push(Completion { tag, result });
     }
 
-    /// Moves what has completed to the end of `completions`.
+    /// Carries requests on as far as they get, and moves what has completed to the end of `completions`. Never waits.
     pub fn poll(&mut self, completions: &mut Vec<Completion>) {
+        self.turn(false);
         completions.append(&mut self.done);
     }
 
-    /// Readable when [`Disk::poll`] would have something new; `None` where that is right after [`Disk::submit`].
+    /// Readable while [`Disk::poll`] would get further; `None` where a request is over when [`Disk::submit`] returns. It is never
+    /// read by the caller: polling the disk clears it.
     #[must_use]
     pub fn event(&self) -> Option<BorrowedFd<'_>> {
-        None
+        self.queue.as_deref().and_then(Queue::event)
     }
 
     /// Requests submitted whose completion [`Disk::poll`] has not handed out.
     #[must_use]
     pub fn in_flight(&self) -> usize {
-        self.done.len()
+        self.executor.running() + self.done.len()
     }
 
     /// Runs one request to its end, for whoever has nothing else to do meanwhile.
@@ -164,7 +266,8 @@ impl Disk {
     /// # Errors
     /// As its completion would tell.
     pub fn execute(&mut self, op: &Op) -> Result<(), IoError> {
-        task::complete(self.run(op))
+        let core = self.executor.shared();
+        self.drive(core.run(op))
     }
 
     /// Makes everything durable and lets go of the images.
@@ -174,36 +277,115 @@ impl Disk {
     pub fn close(mut self) -> Result<(), Error> {
         self.closed = true;
         self.settle()
-            .map_err(|error| Error::new(self.chain.top().file().path(), ErrorKind::Request(error)))
+            .map_err(|error| Error::new(self.top().file().path(), ErrorKind::Request(error)))
     }
 
-    fn settle(&self) -> Result<(), IoError> {
-        match self.chain.top() {
-            _ if self.read_only => Ok(()),
-            Image::Raw(raw) => task::complete(raw.flush()),
-            Image::Qcow2(qcow2) => task::complete(qcow2.settle()),
+    /// Waits for every request and leaves nothing to be done.
+    fn settle(&mut self) -> Result<(), IoError> {
+        while self.executor.running() > 0 {
+            self.turn(true);
+        }
+        let core = self.executor.shared();
+        match core.chain.top() {
+            _ if core.read_only => Ok(()),
+            Image::Raw(raw) => self.drive(raw.flush()),
+            Image::Qcow2(qcow2) => self.drive(qcow2.settle()),
+        }
+    }
+
+    /// Runs a future of this disk to its end, and other requests meanwhile.
+    fn drive<T>(&mut self, future: impl Future<Output = T>) -> T {
+        if self.queue.is_none() {
+            return task::complete(future);
+        }
+        let mut future = pin!(future);
+        let mut context = Context::from_waker(Waker::noop());
+        // A look at it after every turn finds what it waited for; requests may finish holds that it waits for, too.
+        loop {
+            if let Poll::Ready(value) = future.as_mut().poll(&mut context) {
+                return value;
+            }
+            self.turn(true);
+        }
+    }
+
+    /// Hands transfers to the host and lets requests go on until none can; with `wait`, waits for a transfer first.
+    fn turn(&mut self, wait: bool) {
+        let mut wait = wait;
+        while self.step(wait) {
+            wait = false;
+        }
+    }
+
+    /// Hands transfers to the host and lets the requests go on whose transfers are over; whether there were any.
+    pub(crate) fn step(&mut self, wait: bool) -> bool {
+        let Some(queue) = &self.queue else {
+            return false;
+        };
+        let before = self.done.len();
+        if let Err(error) = queue.turn(wait) {
+            // Nothing is lost: what the host did not take now is offered again at the next turn.
+            tracing::error!(image = %self.top().file().path().display(), %error, "cannot hand transfers to the host");
+        }
+        let any = self.executor.run(|completion| self.done.push(completion));
+        self.count_failures(before);
+        any
+    }
+
+    fn finish(&mut self, completion: Completion) {
+        let before = self.done.len();
+        self.done.push(completion);
+        self.count_failures(before);
+    }
+
+    /// Logs the failures among the completions from number `from` on.
+    fn count_failures(&mut self, from: usize) {
+        let new = self.done.get(from..).unwrap_or_default();
+        if new.iter().all(|completion| completion.result.is_ok()) {
+            return;
+        }
+        let errors: Vec<_> = new.iter().filter_map(|c| c.result.clone().err()).collect();
+        for error in errors {
+            self.log(&error);
         }
     }
 
     /// Changes the size of the disk to `size` bytes, durably.
     pub(crate) fn resize(&mut self, size: u64) -> Result<(), ErrorKind> {
-        let below = self.chain.below_size();
-        if let Image::Raw(raw) = self.chain.top_mut() {
-            raw.resize(size).map_err(|source| ErrorKind::Io {
-                doing: "resize it",
-                source,
-            })?;
-            return Ok(task::complete(raw.flush())?);
-        }
-        if let Image::Qcow2(qcow2) = self.chain.top() {
-            if let Some(obstacle) = qcow2.resize_obstacle(size) {
-                return Err(ErrorKind::Size(obstacle));
+        let core = self.executor.shared();
+        let below = core.chain.below_size();
+        match core.chain.top() {
+            Image::Raw(raw) => {
+                raw.resize(size).map_err(|source| ErrorKind::Io {
+                    doing: "resize it",
+                    source,
+                })?;
+                Ok(self.drive(raw.flush())?)
             }
-            task::complete(qcow2.resize(&self.chain, size, below))?;
+            Image::Qcow2(qcow2) => {
+                if let Some(obstacle) = qcow2.resize_obstacle(size) {
+                    return Err(ErrorKind::Size(obstacle));
+                }
+                Ok(self.drive(qcow2.resize(&core.chain, size, below))?)
+            }
         }
-        Ok(())
     }
 
+    /// Logs what an operator can act on; a guest that asks for nonsense is not worth a line.
+    fn log(&mut self, error: &IoError) {
+        use IoError::{OutOfRange, ReadOnly, Unsupported};
+        if matches!(error, OutOfRange { .. } | ReadOnly | Unsupported(_)) {
+            return;
+        }
+        self.failures = self.failures.saturating_add(1);
+        if self.failures <= LOGGED_FAILURES {
+            let image = self.top().file().path().display();
+            tracing::warn!(%image, %error, "a disk request failed");
+        }
+    }
+}
+
+impl Core {
     async fn run(&self, op: &Op) -> Result<(), IoError> {
         match op {
             Op::Read { offset, buffers } => {
@@ -274,7 +456,7 @@ impl Disk {
     }
 
     fn check(&self, offset: u64, length: u64) -> Result<(), IoError> {
-        let size = self.size_bytes();
+        let size = self.chain.top().size();
         match offset.checked_add(length) {
             Some(end) if end <= size => Ok(()),
             _ => Err(IoError::OutOfRange {
@@ -290,19 +472,6 @@ impl Disk {
             return Err(IoError::ReadOnly);
         }
         self.check(offset, length)
-    }
-
-    /// Logs what an operator can act on; a guest that asks for nonsense is not worth a line.
-    fn log(&mut self, error: &IoError) {
-        use IoError::{OutOfRange, ReadOnly, Unsupported};
-        if matches!(error, OutOfRange { .. } | ReadOnly | Unsupported(_)) {
-            return;
-        }
-        self.failures = self.failures.saturating_add(1);
-        if self.failures <= LOGGED_FAILURES {
-            let image = self.chain.top().file().path().display();
-            tracing::warn!(%image, %error, "a disk request failed");
-        }
     }
 }
 

@@ -11,7 +11,7 @@
 //! | [`image`] | jobs on images: create, resize, info, check |
 //!
 //! Nothing here knows virtio or a guest's memory, and no byte of an image decides what is opened: formats and chains are stated
-//! by the caller. `unsafe` lives in `buffers` and `io::sys`.
+//! by the caller. `unsafe` lives in `buffers`, `task::executor`, `io::sys`, `io::queue` and `io::ring`.
 #![deny(unsafe_code)]
 
 mod buffers;
@@ -34,7 +34,7 @@ use serde::{Deserialize, Serialize};
 
 pub use buffers::{Buffers, RawSlice, SharedBuffer};
 pub use chain::MAX_LAYERS;
-pub use disk::{Completion, Disk, Op, Request};
+pub use disk::{Completion, Disk, IoEngine, Op, Request};
 pub use error::{Error, ErrorKind, IoError};
 
 /// The format of an image; always stated, never guessed.

@@ -1,5 +1,7 @@
 //! Raw images: the disk's bytes are the file's. Nothing in them is ever interpreted.
 
+use std::cell::Cell;
+
 use crate::buffers::Span;
 use crate::error::{Error, IoError};
 use crate::io::BlockFile;
@@ -7,14 +9,14 @@ use crate::io::BlockFile;
 /// An open raw image.
 pub(crate) struct Raw {
     file: BlockFile,
-    size: u64,
+    size: Cell<u64>,
 }
 
 impl Raw {
     pub(crate) fn open(mut file: BlockFile) -> Result<Self, Error> {
         file.fix_size()?;
         Ok(Self {
-            size: file.end(),
+            size: Cell::new(file.end()),
             file,
         })
     }
@@ -23,9 +25,13 @@ impl Raw {
         &self.file
     }
 
+    pub(crate) fn file_mut(&mut self) -> &mut BlockFile {
+        &mut self.file
+    }
+
     /// Size of the disk in bytes.
     pub(crate) fn size(&self) -> u64 {
-        self.size
+        self.size.get()
     }
 
     pub(crate) async fn write(&self, offset: u64, data: Span<'_>) -> Result<(), IoError> {
@@ -53,9 +59,9 @@ impl Raw {
         zero.map_err(|e| IoError::host("write zeros", offset, &e))
     }
 
-    pub(crate) fn resize(&mut self, size: u64) -> std::io::Result<()> {
+    pub(crate) fn resize(&self, size: u64) -> std::io::Result<()> {
         self.file.set_end(size)?;
-        self.size = size;
+        self.size.set(size);
         Ok(())
     }
 }

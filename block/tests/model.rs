@@ -320,53 +320,68 @@ fn an_image_with_an_internal_snapshot_keeps_both_states() {
 
 #[test]
 fn compressed_clusters_are_read_and_can_be_overwritten_in_part() {
-    let folder = Folder::new();
-    let source = folder.path("source.raw");
-    let top = folder.path("top.qcow2");
-    let mut model: Vec<u8> = (0..2u32 << 20)
-        .map(|n| ((n / 4096) ^ (n % 251)) as u8)
-        .collect();
-    std::fs::write(&source, &model).unwrap();
-    qemu_img(&[
-        "convert",
-        "-c",
-        "-f",
-        "raw",
-        "-O",
-        "qcow2",
-        text(&source),
-        text(&top),
-    ]);
-    exercise(&spec(&top, Format::Qcow2, &[]), &mut model, 200, 8, 100_000);
-    judge(&top, &model);
+    for options in [
+        "compression_type=zlib",
+        "compression_type=zstd",
+        "compression_type=zlib,cluster_size=4k",
+        "compression_type=zstd,cluster_size=1M",
+        "compression_type=zstd,cluster_size=64k,extended_l2=on",
+    ] {
+        let folder = Folder::new();
+        let source = folder.path("source.raw");
+        let top = folder.path("top.qcow2");
+        let mut model: Vec<u8> = (0..2u32 << 20)
+            .map(|n| ((n / 4096) ^ (n % 251)) as u8)
+            .collect();
+        std::fs::write(&source, &model).unwrap();
+        qemu_img(&[
+            "convert",
+            "-c",
+            "-f",
+            "raw",
+            "-O",
+            "qcow2",
+            "-o",
+            options,
+            text(&source),
+            text(&top),
+        ]);
+        exercise(&spec(&top, Format::Qcow2, &[]), &mut model, 120, 8, 100_000);
+        judge(&top, &model);
+    }
 }
 
 #[test]
-fn zstd_compressed_clusters_are_an_io_error_by_name() {
-    let folder = Folder::new();
-    let source = folder.path("source.raw");
-    let top = folder.path("top.qcow2");
-    std::fs::write(&source, vec![7; 1 << 20]).unwrap();
-    qemu_img(&[
-        "convert",
-        "-c",
-        "-f",
-        "raw",
-        "-O",
-        "qcow2",
-        "-o",
-        "compression_type=zstd",
-        text(&source),
-        text(&top),
-    ]);
-    let mut disk = TestDisk::open(&spec(&top, Format::Qcow2, &[]));
-    let error = disk.try_read(0, 512).unwrap_err().to_string();
-    assert!(error.contains("zstd"), "{error}");
-    // A whole cluster needs nothing of what was there.
-    disk.fill(0, 65536, 1);
-    assert_eq!(disk.read(65535, 1), [1]);
-    disk.close();
-    assert_clean(&top);
+fn images_with_subclusters_hold_what_was_written() {
+    for (n, bits) in [14, 16, 17, 21].into_iter().enumerate() {
+        let folder = Folder::new();
+        let size = (5u64 << bits).max(1 << 20) + 512;
+        let options = format!("extended_l2=on,cluster_size={}", 1u64 << bits);
+        let base = folder.path("base.raw");
+        let mut model: Vec<u8> = (0..700_000u32 / 512 * 512)
+            .map(|n| (n / 131) as u8 | 1)
+            .collect();
+        std::fs::write(&base, &model).unwrap();
+        model.resize(size as usize, 0);
+        let top = overlay(&folder, &options, &base, "raw", size);
+        let spec = spec(&top, Format::Qcow2, &[layer(&base, Format::Raw)]);
+        exercise(&spec, &mut model, 200, 50 + n as u64, 60_000);
+        judge(&top, &model);
+        // QEMU goes on where we were, with a snapshot in between, and we where it was.
+        qemu_img(&["snapshot", "-c", "s", text(&top)]);
+        let before = model.clone();
+        qemu_io(
+            "qcow2",
+            &top,
+            &["write -P 0x77 100000 3000", "write -z 300000 70000"],
+        );
+        model[100_000..103_000].fill(0x77);
+        model[300_000..370_000].fill(0);
+        exercise(&spec, &mut model, 150, 90 + n as u64, 60_000);
+        judge(&top, &model);
+        qemu_img(&["snapshot", "-a", "s", text(&top)]);
+        judge(&top, &before);
+    }
 }
 
 #[test]

@@ -19,7 +19,9 @@ use crate::error::{Error, ErrorKind};
 use crate::io::BlockFile;
 use crate::lock::Access;
 use crate::qcow2::header::{Header, TableAt};
-use crate::qcow2::spec::{self, BitmapHead, COPIED, Geometry, L2Entry, OFFSET_MASK, get_refcount};
+use crate::qcow2::spec::{
+    self, BitmapHead, COPIED, Geometry, OFFSET_MASK, RawEntry, Reference, get_refcount,
+};
 use crate::qcow2::{be_entries, load_snapshots, read_header};
 use crate::{Cache, Format, task};
 
@@ -73,15 +75,23 @@ pub fn check(path: &Path, format: Format) -> Result<CheckReport, Error> {
         return Ok(CheckReport::default());
     }
     let header = read_header(&file)?;
-    let mut walk = Walk {
-        file: &file,
-        geometry: header.geometry,
-        references: HashMap::new(),
-        refcount_blocks: Vec::new(),
-        report: CheckReport::default(),
-    };
+    let mut walk = Walk::new(&file, header.geometry);
     walk.run(&header)?;
     Ok(walk.report)
+}
+
+/// The references to every host cluster of an image whose refcounts are not to be believed.
+///
+/// # Errors
+/// The image contradicts itself elsewhere too, or cannot be read.
+pub(crate) fn references(file: &BlockFile, header: &Header) -> Result<HashMap<u64, u64>, Error> {
+    let mut walk = Walk::new(file, header.geometry);
+    walk.count(header)?;
+    if let Some(finding) = walk.report.findings.first() {
+        let reason = format!("{finding}; repair it with `qemu-img check -r all`");
+        return Err(Error::new(file.path(), ErrorKind::NotWritable(reason)));
+    }
+    Ok(walk.references)
 }
 
 struct Walk<'a> {
@@ -108,8 +118,26 @@ enum Owner {
     Snapshot,
 }
 
-impl Walk<'_> {
+impl<'a> Walk<'a> {
+    fn new(file: &'a BlockFile, geometry: Geometry) -> Self {
+        Self {
+            file,
+            geometry,
+            references: HashMap::new(),
+            refcount_blocks: Vec::new(),
+            report: CheckReport::default(),
+        }
+    }
+
     fn run(&mut self, header: &Header) -> Result<(), Error> {
+        self.count(header)?;
+        self.compare()?;
+        // Exactness of the COPIED flag depends on refcounts, which are known to be readable only now.
+        self.check_copied(header)
+    }
+
+    /// Counts all references.
+    fn count(&mut self, header: &Header) -> Result<(), Error> {
         let cluster = self.geometry.cluster_size();
         self.report.total_clusters = header.size.div_ceil(cluster);
         self.refer(0, cluster, "the header");
@@ -132,9 +160,7 @@ impl Walk<'_> {
                 self.refer(block, cluster, "a refcount block");
             }
         }
-        self.compare()?;
-        // Exactness of the COPIED flag depends on refcounts, which are known to be readable only now.
-        self.check_copied(header)
+        Ok(())
     }
 
     /// Counts a reference to every cluster that `bytes` bytes at `host` touch.
@@ -192,45 +218,56 @@ impl Walk<'_> {
     fn walk_l1(&mut self, header: &Header, l1: TableAt, owner: Owner) -> Result<(), Error> {
         self.refer(l1.offset, l1.entries * 8, "an L1 table");
         for entry in self.entries(l1)? {
+            if entry & spec::L1_RESERVED != 0 {
+                self.report
+                    .corruption(format!("an L1 entry has reserved bits set: {entry:#x}"));
+            }
             let table = entry & OFFSET_MASK;
             if table == 0 || !self.is_sound(table, "an L2 table") {
                 continue;
             }
             self.refer(table, self.geometry.cluster_size(), "an L2 table");
-            for raw in self.entries(TableAt {
-                offset: table,
-                entries: self.geometry.l2_entries(),
-            })? {
+            for raw in self.l2_entries(table)? {
                 self.walk_l2_entry(header, raw, owner);
             }
         }
         Ok(())
     }
 
-    fn walk_l2_entry(&mut self, header: &Header, raw: u64, owner: Owner) {
+    fn walk_l2_entry(&mut self, header: &Header, raw: RawEntry, owner: Owner) {
         let active = u64::from(owner == Owner::Active);
-        match L2Entry::decode(raw, self.geometry, header.version) {
-            Ok(L2Entry::Unallocated | L2Entry::Zero { host: None, .. }) => {}
-            Ok(
-                L2Entry::Data { host, .. }
-                | L2Entry::Zero {
-                    host: Some(host), ..
-                },
-            ) => {
+        let entry = raw.entry;
+        if entry & spec::COMPRESSED == 0 && entry & spec::L2_RESERVED != 0 {
+            self.report
+                .corruption(format!("an L2 entry has reserved bits set: {entry:#x}"));
+        }
+        match raw.reference(self.geometry, header.version) {
+            Ok(Reference::Nothing) => {}
+            Ok(Reference::Cluster { host, .. }) => {
                 self.report.allocated_clusters += active;
                 self.refer(host, self.geometry.cluster_size(), "guest data");
             }
-            Ok(L2Entry::Compressed { host, bytes }) => {
+            Ok(Reference::Compressed { host, bytes }) => {
                 self.report.allocated_clusters += active;
                 self.report.compressed_clusters += active;
-                if raw & COPIED != 0 {
+                if entry & COPIED != 0 {
                     self.report
                         .corruption(format!("compressed data at {host:#x} is marked COPIED"));
                 }
                 self.refer(host, bytes, "compressed data");
             }
-            Err(reason) => self.report.corruption(format!("{reason}: {raw:#x}")),
+            Err(reason) => self.report.corruption(format!("{reason}: {entry:#x}")),
         }
+    }
+
+    /// The entries of the L2 table at `host`.
+    fn l2_entries(&self, host: u64) -> Result<Vec<RawEntry>, Error> {
+        let table = self.read(host, self.geometry.cluster_size())?;
+        let size = self.geometry.l2_entry_bytes() as usize;
+        let entries = table.bytes().chunks_exact(size);
+        Ok(entries
+            .map(|bytes| RawEntry::read(bytes, self.geometry))
+            .collect())
     }
 
     /// Persistent bitmaps take clusters as well.
@@ -342,18 +379,11 @@ impl Walk<'_> {
                 continue;
             }
             self.compare_copied(&mut cache, table, entry, "an L2 table")?;
-            for raw in self.entries(TableAt {
-                offset: table,
-                entries: self.geometry.l2_entries(),
-            })? {
-                if let Ok(
-                    L2Entry::Data { host, .. }
-                    | L2Entry::Zero {
-                        host: Some(host), ..
-                    },
-                ) = L2Entry::decode(raw, self.geometry, header.version)
+            for raw in self.l2_entries(table)? {
+                if let Ok(Reference::Cluster { host, .. }) =
+                    raw.reference(self.geometry, header.version)
                 {
-                    self.compare_copied(&mut cache, host, raw, "guest data")?;
+                    self.compare_copied(&mut cache, host, raw.entry, "guest data")?;
                 }
             }
         }

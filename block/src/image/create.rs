@@ -17,7 +17,9 @@ use zerocopy::IntoBytes;
 
 use crate::Format;
 use crate::error::{Error, ErrorKind};
-use crate::qcow2::spec::{self, ExtensionHead, Geometry, HeaderV2, HeaderV3Tail, put_refcount};
+use crate::qcow2::spec::{
+    self, ExtensionHead, Geometry, HeaderV2, HeaderV3Tail, Incompatible, put_refcount,
+};
 
 /// The version of the qcow2 format, as QEMU calls it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,6 +44,8 @@ pub struct CreateOptions {
     pub refcount_bits: u32,
     /// The version of the format.
     pub compat: Compat,
+    /// Subclusters: a 32nd of a cluster can be allocated alone. Clusters have at least 16 KiB then.
+    pub extended_l2: bool,
 }
 
 impl CreateOptions {
@@ -54,6 +58,7 @@ impl CreateOptions {
             backing: None,
             refcount_bits: 16,
             compat: Compat::V3,
+            extended_l2: false,
         }
     }
 }
@@ -150,7 +155,14 @@ impl Plan {
         let geometry = Geometry {
             cluster_bits,
             refcount_order: order,
+            extended_l2: options.extended_l2,
         };
+        if options.extended_l2
+            && (options.compat == Compat::V2 || cluster_bits < spec::MIN_EXTENDED_CLUSTER_BITS)
+        {
+            let reason = "extended L2 entries need version 3 and clusters of at least 16 KiB";
+            return Err(bad(reason.into()));
+        }
         let cluster = geometry.cluster_size();
         let l1_entries = geometry.l1_entries(options.size);
         if l1_entries * 8 > spec::MAX_L1_BYTES {
@@ -225,8 +237,10 @@ fn header(
     if options.compat == Compat::V3 {
         // One field more than the smallest, which makes 105 bytes, padded to 112.
         let length = 112;
+        let mut incompatible = Incompatible::empty();
+        incompatible.set(Incompatible::EXTENDED_L2, options.extended_l2);
         let tail = HeaderV3Tail {
-            incompatible_features: 0.into(),
+            incompatible_features: incompatible.bits().into(),
             compatible_features: 0.into(),
             autoclear_features: 0.into(),
             refcount_order: refcount_order.into(),

@@ -35,6 +35,8 @@ pub struct Qcow2Info {
     pub cluster_size_bytes: u64,
     /// Bits of a refcount.
     pub refcount_bits: u32,
+    /// L2 entries are extended: clusters have subclusters.
+    pub extended_l2: bool,
     /// How compressed clusters are compressed.
     pub compression: &'static str,
     /// The backing file as the header names it; nobody has opened it.
@@ -80,6 +82,7 @@ pub fn info(path: &Path, format: Format) -> Result<ImageInfo, Error> {
         version: header.version,
         cluster_size_bytes: header.geometry.cluster_size(),
         refcount_bits: 1 << header.geometry.refcount_order,
+        extended_l2: header.geometry.extended_l2,
         compression: match header.compression {
             Compression::Zlib => "zlib",
             Compression::Zstd => "zstd",

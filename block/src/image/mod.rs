@@ -6,6 +6,7 @@ mod check;
 mod create;
 mod info;
 
+pub(crate) use check::references;
 pub use check::{CheckReport, check};
 pub use create::{Compat, CreateOptions, create_qcow2, create_raw};
 pub use info::{ImageInfo, info};

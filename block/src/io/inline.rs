@@ -17,14 +17,10 @@ impl FileIo for Inline {
     }
 
     async fn writev(&self, fd: BorrowedFd<'_>, at: u64, slices: &[RawSlice]) -> io::Result<usize> {
-        #[cfg(test)]
-        super::tape::write(at, slices)?;
         retry(|| sys::pwritev(fd, at, slices))
     }
 
     async fn fdatasync(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        #[cfg(test)]
-        super::tape::sync()?;
         retry(|| Ok(rustix::fs::fdatasync(fd)?))
     }
 
@@ -35,8 +31,6 @@ impl FileIo for Inline {
         at: u64,
         length: u64,
     ) -> io::Result<()> {
-        #[cfg(test)]
-        super::tape::punch(at, length)?;
         retry(|| Ok(rustix::fs::fallocate(fd, mode, at, length)?))
     }
 }

@@ -1,7 +1,7 @@
 //! The files below an image: whole transfers at any alignment, over a back end that moves bytes.
 //!
 //! ```text
-//!  engine ──(offset, Span)──> BlockFile ──aligned?──> FileIo: Inline (system calls) | …
+//!  engine ──(offset, Span)──> BlockFile ──aligned?──> FileIo: Inline (system calls) | Queue (io_uring or threads)
 //!                                 │ no                   ^
 //!                                 └──> bounce (whole blocks through memory of ours)
 //! ```
@@ -11,23 +11,30 @@
 
 mod bounce;
 mod inline;
+mod pool;
+pub(crate) mod queue;
+mod ring;
+#[cfg(test)]
+mod shuffle;
 pub(crate) mod sys;
 #[cfg(test)]
 pub(crate) mod tape;
 
 use std::cell::Cell;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom};
 
 use self::inline::Inline;
+use self::queue::Queue;
 use crate::Cache;
 use crate::buffers::{PAGE, Pages, RawSlice, Span};
 use crate::error::{Error, ErrorKind};
 use crate::lock::{self, Access};
-use crate::task::RangeLock;
+use crate::task::{Guard, Kind, RangeLock};
 
 /// What moves bytes between a descriptor and memory. Transfers may be short, as the system calls are.
 pub(crate) trait FileIo {
@@ -45,6 +52,56 @@ pub(crate) trait FileIo {
         at: u64,
         length: u64,
     ) -> io::Result<()>;
+}
+
+/// The back end of a file.
+enum Io {
+    /// System calls on the spot.
+    Inline(Inline),
+    /// Whatever a queue has behind it; the task waits.
+    Queued(Arc<Queue>),
+}
+
+impl FileIo for Io {
+    async fn readv(&self, fd: BorrowedFd<'_>, at: u64, slices: &[RawSlice]) -> io::Result<usize> {
+        match self {
+            Self::Inline(io) => io.readv(fd, at, slices).await,
+            Self::Queued(io) => io.readv(fd, at, slices).await,
+        }
+    }
+
+    async fn writev(&self, fd: BorrowedFd<'_>, at: u64, slices: &[RawSlice]) -> io::Result<usize> {
+        #[cfg(test)]
+        let _recorded = tape::write(at, slices)?;
+        match self {
+            Self::Inline(io) => io.writev(fd, at, slices).await,
+            Self::Queued(io) => io.writev(fd, at, slices).await,
+        }
+    }
+
+    async fn fdatasync(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        #[cfg(test)]
+        let _recorded = tape::sync()?;
+        match self {
+            Self::Inline(io) => io.fdatasync(fd).await,
+            Self::Queued(io) => io.fdatasync(fd).await,
+        }
+    }
+
+    async fn fallocate(
+        &self,
+        fd: BorrowedFd<'_>,
+        mode: FallocateFlags,
+        at: u64,
+        length: u64,
+    ) -> io::Result<()> {
+        #[cfg(test)]
+        let _recorded = tape::punch(at, length)?;
+        match self {
+            Self::Inline(io) => io.fallocate(fd, mode, at, length).await,
+            Self::Queued(io) => io.fallocate(fd, mode, at, length).await,
+        }
+    }
 }
 
 /// What direct I/O demands, in bytes; powers of two.
@@ -68,7 +125,7 @@ impl Alignment {
 pub(crate) struct BlockFile {
     path: PathBuf,
     fd: OwnedFd,
-    io: Inline,
+    io: Io,
     /// `Some` for O_DIRECT.
     direct: Option<Alignment>,
     /// The last bytes of a direct file that must not grow and whose size is no multiple of the alignment: from where, and a
@@ -78,6 +135,8 @@ pub(crate) struct BlockFile {
     blocks: RangeLock,
     /// Where the file ends now.
     end: Cell<u64>,
+    /// One unit: the fdatasync under way.
+    syncing: RangeLock,
     /// Number of changes made, and how many of them are known to be durable.
     changes: Cell<u64>,
     durable: Cell<u64>,
@@ -131,11 +190,12 @@ impl BlockFile {
         Ok(Self {
             path: path.to_owned(),
             fd,
-            io: Inline,
+            io: Io::Inline(Inline),
             direct,
             tail: None,
             blocks: RangeLock::default(),
             end: Cell::new(end),
+            syncing: RangeLock::default(),
             changes: Cell::new(0),
             durable: Cell::new(0),
             sync_failed: Cell::new(None),
@@ -161,10 +221,7 @@ impl BlockFile {
         if alignment.down(end) == end {
             return Ok(());
         }
-        let same_file = format!(
-            "/proc/self/fd/{}",
-            std::os::fd::AsRawFd::as_raw_fd(&self.fd)
-        );
+        let same_file = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
         let mode = rustix::fs::fcntl_getfl(&self.fd)
             .map_err(|e| Error::io(&self.path, "read its flags", e))?
             & OFlags::RWMODE;
@@ -180,6 +237,17 @@ impl BlockFile {
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+
+    /// The descriptors that transfers go through.
+    pub(crate) fn descriptors(&self) -> impl Iterator<Item = RawFd> {
+        let tail = self.tail.iter().map(|(_, fd)| fd.as_raw_fd());
+        std::iter::once(self.fd.as_raw_fd()).chain(tail)
+    }
+
+    /// From now on transfers go through `queue`.
+    pub(crate) fn set_queue(&mut self, queue: &Arc<Queue>) {
+        self.io = Io::Queued(Arc::clone(queue));
     }
 
     /// Where the file ends, in bytes.
@@ -276,19 +344,36 @@ impl BlockFile {
         if let Some(errno) = self.sync_failed.get() {
             return Err(io::Error::from_raw_os_error(errno));
         }
-        let seen = self.changes.get();
-        if self.durable.get() == seen {
+        let wanted = self.changes.get();
+        if self.durable.get() >= wanted {
             return Ok(());
         }
+        // One at a time: those who wait share the next one.
+        let _turn = self.syncing.hold(0..1, Kind::Exclusive).await;
+        if let Some(errno) = self.sync_failed.get() {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        if self.durable.get() >= wanted {
+            return Ok(());
+        }
+        let seen = self.changes.get();
         let result = self.io.fdatasync(self.fd()).await;
-        match &result {
-            Ok(()) => self.durable.set(seen),
-            Err(error) => {
-                self.sync_failed
-                    .set(Some(error.raw_os_error().unwrap_or(libc::EIO)));
-            }
+        if let Err(error) = &result {
+            let errno = error.raw_os_error().unwrap_or(libc::EIO);
+            self.sync_failed.set(Some(errno));
+        }
+        if result.is_ok() {
+            self.durable.set(seen);
         }
         result
+    }
+
+    /// Keeps writes that read, change and write back whole blocks away from a range that is about to be cleared: they would put
+    /// back what was there before.
+    async fn own_blocks(&self, at: u64, length: u64) -> Option<Guard<'_>> {
+        let alignment = self.direct?;
+        let blocks = alignment.down(at)..alignment.up(at.saturating_add(length));
+        Some(self.blocks.hold(blocks, Kind::Exclusive).await)
     }
 
     /// Gives space back; true if the range reads as zero from now on, false where the host cannot do that.
@@ -296,9 +381,12 @@ impl BlockFile {
         if length == 0 || !self.punches.get() {
             return Ok(length == 0);
         }
+        let _blocks = self.own_blocks(at, length).await;
         self.changed();
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        match self.io.fallocate(self.fd(), mode, at, length).await {
+        let result = self.io.fallocate(self.fd(), mode, at, length).await;
+        self.changed();
+        match result {
             Ok(()) => Ok(true),
             Err(error) if is_unsupported(&error) => {
                 self.punches.set(false);
@@ -314,9 +402,13 @@ impl BlockFile {
             return Ok(());
         }
         if self.zeroes_range.get() {
+            let blocks = self.own_blocks(at, length).await;
             self.changed();
             let mode = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
-            match self.io.fallocate(self.fd(), mode, at, length).await {
+            let result = self.io.fallocate(self.fd(), mode, at, length).await;
+            self.changed();
+            drop(blocks);
+            match result {
                 Ok(()) => return Ok(()),
                 Err(error) if is_unsupported(&error) => self.zeroes_range.set(false),
                 Err(error) => return Err(error),

@@ -2,12 +2,87 @@
 #![allow(unsafe_code)]
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+
+use rustix::fs::FallocateFlags;
 
 use crate::buffers::RawSlice;
 
 /// The most slices that one call takes (`IOV_MAX`).
-const MAX_SLICES: usize = 1024;
+pub(super) const MAX_SLICES: usize = 1024;
+
+/// A system call on a file that somebody else is going to make.
+#[derive(Clone, Copy)]
+pub(super) struct Call {
+    fd: RawFd,
+    action: Action,
+}
+
+impl Call {
+    /// Describes a call.
+    ///
+    /// # Safety
+    /// The file stays open, and the slices and their memory stay valid, until the call is over or nobody has it any more.
+    pub(super) unsafe fn new(fd: BorrowedFd<'_>, action: Action) -> Self {
+        Self {
+            fd: fd.as_raw_fd(),
+            action,
+        }
+    }
+
+    pub(super) fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    pub(super) fn action(&self) -> &Action {
+        &self.action
+    }
+}
+
+/// What a [`Call`] does.
+#[derive(Clone, Copy)]
+pub(super) enum Action {
+    Read {
+        at: u64,
+        slices: *const RawSlice,
+        count: usize,
+    },
+    Write {
+        at: u64,
+        slices: *const RawSlice,
+        count: usize,
+    },
+    Sync,
+    Allocate {
+        mode: FallocateFlags,
+        at: u64,
+        length: u64,
+    },
+}
+
+// SAFETY: the memory behind the pointers may be used from any thread (`Buffers::from_raw`) and stays until the call is over.
+unsafe impl Send for Call {}
+
+/// Makes a call; its result, errors as negative numbers.
+pub(super) fn perform(call: &Call) -> i32 {
+    // SAFETY: `Call::new` demands that its maker keeps the file open until it is over.
+    let fd = unsafe { BorrowedFd::borrow_raw(call.fd) };
+    // SAFETY: `Call::new` demands that its maker keeps the slices until it is over.
+    let all = |slices, count| unsafe { std::slice::from_raw_parts(slices, count) };
+    let result = match call.action {
+        Action::Read { at, slices, count } => preadv(fd, at, all(slices, count)),
+        Action::Write { at, slices, count } => pwritev(fd, at, all(slices, count)),
+        Action::Sync => rustix::fs::fdatasync(fd).map(|()| 0).map_err(Into::into),
+        Action::Allocate { mode, at, length } => rustix::fs::fallocate(fd, mode, at, length)
+            .map(|()| 0)
+            .map_err(Into::into),
+    };
+    match result {
+        // No call transfers more than 2 GiB less a page.
+        Ok(bytes) => i32::try_from(bytes).unwrap_or(i32::MAX),
+        Err(error) => -error.raw_os_error().unwrap_or(libc::EIO),
+    }
+}
 
 fn offset(value: u64) -> io::Result<libc::off_t> {
     value

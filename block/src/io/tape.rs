@@ -6,18 +6,25 @@ use std::rc::Rc;
 
 use crate::buffers::RawSlice;
 
-/// One thing that happened.
+/// One thing that happened. What takes time has a number, under which its end is told.
 #[derive(Clone, Debug)]
 pub(crate) enum Event {
     Write {
+        id: usize,
         at: u64,
         bytes: Vec<u8>,
     },
     Punch {
+        id: usize,
         at: u64,
         length: u64,
     },
-    Sync,
+    Sync {
+        id: usize,
+    },
+    End {
+        id: usize,
+    },
     /// The test's own remark.
     Mark(usize),
 }
@@ -27,6 +34,7 @@ pub(crate) enum Event {
 pub(crate) struct Tape {
     pub(crate) events: Vec<Event>,
     pub(crate) fail: Option<(usize, i32)>,
+    ids: usize,
 }
 
 thread_local! {
@@ -45,11 +53,25 @@ pub(crate) fn eject() {
     TAPE.with(|slot| *slot.borrow_mut() = None);
 }
 
-fn record(event: impl FnOnce() -> Event) -> io::Result<()> {
+/// Tells the end of what it stands for when it is dropped.
+pub(super) struct Running(Option<usize>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let Some(id) = self.0 else { return };
+        TAPE.with(|slot| {
+            if let Some(tape) = slot.borrow().as_ref() {
+                tape.borrow_mut().events.push(Event::End { id });
+            }
+        });
+    }
+}
+
+fn record(event: impl FnOnce(usize) -> Event) -> io::Result<Running> {
     TAPE.with(|slot| {
         let slot = slot.borrow();
         let Some(tape) = slot.as_ref() else {
-            return Ok(());
+            return Ok(Running(None));
         };
         let mut tape = tape.borrow_mut();
         match &mut tape.fail {
@@ -61,22 +83,25 @@ fn record(event: impl FnOnce() -> Event) -> io::Result<()> {
             Some((left, _)) => *left -= 1,
             None => {}
         }
-        tape.events.push(event());
-        Ok(())
+        let id = tape.ids;
+        tape.ids += 1;
+        tape.events.push(event(id));
+        Ok(Running(Some(id)))
     })
 }
 
-pub(super) fn write(at: u64, slices: &[RawSlice]) -> io::Result<()> {
-    record(|| Event::Write {
+pub(super) fn write(at: u64, slices: &[RawSlice]) -> io::Result<Running> {
+    record(|id| Event::Write {
+        id,
         at,
         bytes: slices.iter().flat_map(RawSlice::copied).collect(),
     })
 }
 
-pub(super) fn punch(at: u64, length: u64) -> io::Result<()> {
-    record(|| Event::Punch { at, length })
+pub(super) fn punch(at: u64, length: u64) -> io::Result<Running> {
+    record(|id| Event::Punch { id, at, length })
 }
 
-pub(super) fn sync() -> io::Result<()> {
-    record(|| Event::Sync)
+pub(super) fn sync() -> io::Result<Running> {
+    record(|id| Event::Sync { id })
 }

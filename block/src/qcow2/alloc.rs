@@ -8,7 +8,7 @@ use std::collections::HashSet;
 
 use super::Qcow2;
 use super::refcount::Slot;
-use super::spec::{self, L2Entry, get_refcount, put_refcount};
+use super::spec::{self, RawEntry, Reference, get_refcount, put_refcount};
 use super::table::Role;
 use crate::error::IoError;
 
@@ -163,24 +163,17 @@ impl Qcow2 {
     }
 
     /// Takes off the references of an L2 entry that was replaced.
-    pub(super) fn free_entry_later(&self, raw: u64) {
+    pub(super) fn free_entry_later(&self, raw: RawEntry) {
         let geometry = self.geometry();
-        match L2Entry::decode(raw, geometry, self.header.version) {
-            Ok(
-                L2Entry::Data { host, .. }
-                | L2Entry::Zero {
-                    host: Some(host), ..
-                },
-            ) => {
-                self.free_later(geometry.cluster(host), 1);
-            }
-            Ok(L2Entry::Compressed { host, bytes }) => {
+        match raw.reference(geometry, self.header.version) {
+            Ok(Reference::Cluster { host, .. }) => self.free_later(geometry.cluster(host), 1),
+            Ok(Reference::Compressed { host, bytes }) => {
                 let first = geometry.cluster(host);
                 let last = geometry.cluster(host + bytes - 1);
                 self.free_later(first, last - first + 1);
             }
             // A reserved bit: whatever it meant, a leak is the safe answer.
-            Ok(L2Entry::Unallocated | L2Entry::Zero { host: None, .. }) | Err(_) => {}
+            Ok(Reference::Nothing) | Err(_) => {}
         }
     }
 

@@ -11,7 +11,7 @@
 //! flush, after the cleared entries are durable.
 
 use super::Qcow2;
-use super::spec::{COPIED, L2Entry, ZERO};
+use super::spec::{RawEntry, Reference};
 use crate::buffers::Pages;
 use crate::chain::Chain;
 use crate::error::IoError;
@@ -101,41 +101,32 @@ impl Qcow2 {
 
     async fn clear_in_table(&self, at: u64, clusters: u64, how: Clear) -> Result<(), IoError> {
         let _meta = self.meta().await;
-        let cleared = if self.has_below && how != Clear::Truncate {
-            ZERO
-        } else {
-            0
-        };
-        if self.l2_table(at)?.is_none() && cleared == 0 {
-            return Ok(());
-        }
         let geometry = self.geometry();
         let version = self.header.version;
+        let zero = RawEntry::default().zeroed(geometry);
+        let cleared = match how {
+            Clear::Truncate => Some(RawEntry::default()),
+            _ if self.has_below => Some(zero),
+            _ => None,
+        };
+        if self.l2_table(at)?.is_none() && cleared.is_none_or(|entry| entry != zero) {
+            return Ok(());
+        }
+        let keeps = how == (Clear::Zeroes { unmap: false });
         let replaced = self.change_entries(at, clusters, |_, old| {
-            match L2Entry::decode(old, geometry, version) {
-                Ok(L2Entry::Unallocated) => (cleared != 0).then_some(cleared),
-                Ok(L2Entry::Zero { host: None, .. }) => (how == Clear::Truncate).then_some(0),
-                Ok(L2Entry::Zero { host: Some(_), .. })
-                    if how == (Clear::Zeroes { unmap: false }) =>
-                {
-                    None
-                }
-                Ok(L2Entry::Data { copied: true, .. })
-                    if how == (Clear::Zeroes { unmap: false }) =>
-                {
-                    Some(old | ZERO)
-                }
-                Ok(_) => Some(cleared),
+            let new = match old.reference(geometry, version) {
+                // Nothing below and nothing there: it reads as zero as it is.
+                Ok(Reference::Nothing) => cleared.unwrap_or(old),
+                Ok(Reference::Cluster { copied: true, .. }) if keeps => old.zeroed(geometry),
                 // An entry that means nothing is left for repair, unless the guest is owed zeros.
-                Err(_) => (how != Clear::Discard).then_some(cleared),
-            }
+                Err(_) if how == Clear::Discard => old,
+                Ok(_) | Err(_) => cleared.unwrap_or_default(),
+            };
+            (new != old).then_some(new)
         });
         for raw in replaced.await? {
-            let kept = how == (Clear::Zeroes { unmap: false })
-                && matches!(
-                    L2Entry::decode(raw, geometry, version),
-                    Ok(L2Entry::Data { .. }) if raw & COPIED != 0
-                );
+            let reference = raw.reference(geometry, version);
+            let kept = keeps && matches!(reference, Ok(Reference::Cluster { copied: true, .. }));
             if !kept {
                 self.free_entry_later(raw);
             }

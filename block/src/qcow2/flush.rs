@@ -13,9 +13,19 @@
 //! A new L2 table is written in full when it is made, before step 2, so that an L1 entry never points at stale bytes.
 //! Each step is left out where there is nothing to do; after plain overwrites a flush is one fdatasync.
 
+use std::cell::Cell;
+
 use super::Qcow2;
 use super::table::Role;
 use crate::error::IoError;
+
+/// Guest flushes that wait at the same time share one: what they ask for is that everything before them is durable, and a flush
+/// that begins later than all of them gives that to each.
+#[derive(Default)]
+pub(super) struct Flushes {
+    begun: Cell<u64>,
+    done: Cell<u64>,
+}
 
 impl Qcow2 {
     /// Makes everything that completed before the call durable.
@@ -26,8 +36,32 @@ impl Qcow2 {
         if let Some(reason) = self.stopped.get() {
             return Err(IoError::Stopped(reason));
         }
-        let _meta = self.meta().await;
-        self.flush_tables().await
+        let mine = self.flushes.begun.get() + 1;
+        let meta = self.meta().await;
+        if self.flushes.done.get() >= mine {
+            return Ok(());
+        }
+        if let Some(reason) = self.stopped.get() {
+            return Err(IoError::Stopped(reason));
+        }
+        let number = self.flushes.begun.get() + 1;
+        self.flushes.begun.set(number);
+        if self.is_settled() {
+            // Nothing but data: those who allocate need not wait for it.
+            drop(meta);
+            self.sync().await?;
+        } else {
+            self.flush_tables().await?;
+        }
+        self.flushes.done.set(self.flushes.done.get().max(number));
+        Ok(())
+    }
+
+    /// Whether no table has changed since the last flush and nothing waits to be freed.
+    fn is_settled(&self) -> bool {
+        !self.tables.is_dirty()
+            && self.l1_dirty.borrow().is_empty()
+            && self.allocator.borrow().pending.is_empty()
     }
 
     /// [`Qcow2::flush`] for whoever holds the tables.
@@ -57,7 +91,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    async fn write_tables(&self, role: Role) -> Result<(), IoError> {
+    pub(super) async fn write_tables(&self, role: Role) -> Result<(), IoError> {
         let write = self.tables.write_dirty(&self.file, role).await;
         write.map_err(|e| IoError::host("write a table", 0, &e))
     }

@@ -86,7 +86,12 @@ impl Header {
         let geometry = Geometry {
             cluster_bits,
             refcount_order,
+            extended_l2: incompatible.contains(Incompatible::EXTENDED_L2),
         };
+        if geometry.extended_l2 && cluster_bits < spec::MIN_EXTENDED_CLUSTER_BITS {
+            let reason = format!("is {cluster_bits}; extended L2 entries need at least 14");
+            return Err(bad("cluster_bits", reason));
+        }
         if v2.crypt_method.get() != 0 {
             return Err(Error::new(
                 path,
@@ -109,7 +114,7 @@ impl Header {
         let clusters = u64::from(v2.refcount_table_clusters.get());
         let refcount_table = TableAt {
             offset: v2.refcount_table_offset.get(),
-            entries: clusters * geometry.l2_entries(),
+            entries: clusters * geometry.table_entries(),
         };
         if clusters == 0 {
             return Err(bad("refcount_table_clusters", "is 0".into()));
@@ -254,9 +259,6 @@ fn features(
     }
     if known.contains(Incompatible::EXTERNAL_DATA_FILE) {
         return unsupported("an external data file (incompatible feature bit 2)".into());
-    }
-    if known.contains(Incompatible::EXTENDED_L2) {
-        return unsupported("extended L2 entries (incompatible feature bit 4)".into());
     }
     Ok(known)
 }

@@ -1,7 +1,7 @@
 //! From a guest offset to where its bytes are.
 
-use super::spec::{self, L2Entry};
-use super::{Qcow2, be_entries};
+use super::Qcow2;
+use super::spec::{self, L2Entry, RawEntry};
 use crate::error::IoError;
 
 /// Where guest bytes are.
@@ -9,6 +9,8 @@ use crate::error::IoError;
 pub(crate) enum Mapping {
     /// In the layer below; zero if there is none.
     Below,
+    /// In the layer below, but the cluster at `host` is kept for them.
+    BelowKept { host: u64, copied: bool },
     /// Nowhere: they are zero.
     Zero,
     /// They are zero, but the cluster at `host` is kept for them.
@@ -59,33 +61,45 @@ impl Qcow2 {
                 length,
             }));
         };
-        let (piece, position) = self.tables.locate(table + geometry.cluster(in_table) * 8);
+        let size = geometry.l2_entry_bytes();
+        let (piece, position) = self
+            .tables
+            .locate(table + geometry.cluster(in_table) * size);
         let version = self.header.version;
         let skip = geometry.in_cluster(offset);
+        // What is mapped as one: subclusters or clusters.
+        let unit_bits = geometry.unit_bits();
+        let in_unit = offset & ((1 << unit_bits) - 1);
         let found = self.tables.get(piece, |bytes| {
-            let mut entries = be_entries(bytes.get(position..).unwrap_or_default());
-            let first = entries.next().unwrap_or(0);
-            let first = L2Entry::decode(first, geometry, version)
-                .map_err(|r| IoError::corrupt(piece, r))?;
-            let mut clusters = 1;
-            let wanted = (skip + length).div_ceil(geometry.cluster_size());
-            for raw in entries {
-                let same = clusters < wanted
-                    && L2Entry::decode(raw, geometry, version).is_ok_and(|next| {
-                        continues(first, next, clusters << geometry.cluster_bits)
-                    });
-                if !same {
-                    break;
+            let wanted = (in_unit + length).div_ceil(1 << unit_bits);
+            // The entry of the unit `n` after the first one, where it is in this piece.
+            let decode = |n: u64| {
+                let at = skip + (n << unit_bits);
+                let index = geometry.cluster(at) * size;
+                let bytes = bytes
+                    .get(position + index as usize..)?
+                    .get(..size as usize)?;
+                let raw = RawEntry::read(bytes, geometry);
+                let subcluster = geometry.subcluster(at);
+                Some(L2Entry::decode(raw, subcluster, geometry, version))
+            };
+            let first = decode(0).unwrap_or(Err("an L2 entry is cut off"));
+            let first = first.map_err(|r| IoError::corrupt(piece, r))?;
+            let mut units = 1;
+            while units < wanted {
+                let distance = geometry.down(skip + (units << unit_bits));
+                match decode(units) {
+                    Some(Ok(next)) if continues(first, next, distance) => units += 1,
+                    _ => break,
                 }
-                clusters += 1;
             }
-            Ok::<_, IoError>((first, clusters))
+            Ok::<_, IoError>((first, units))
         });
         let Some(found) = found else {
             return Ok(Lookup::Missing(piece));
         };
-        let (entry, clusters) = found?;
-        let mut length = length.min((clusters << geometry.cluster_bits) - skip);
+        let (entry, units) = found?;
+        let mut length = length.min((units << unit_bits) - in_unit);
         if let L2Entry::Data { host, .. } = entry {
             // The file may end inside its last cluster, not before one that is referred to.
             let reach = self
@@ -103,7 +117,14 @@ impl Qcow2 {
             length = length.min(readable);
         }
         let mapping = match entry {
-            L2Entry::Unallocated => Mapping::Below,
+            L2Entry::Unallocated { kept: None, .. } => Mapping::Below,
+            L2Entry::Unallocated {
+                kept: Some(host),
+                copied,
+            } => Mapping::BelowKept {
+                host: host + skip,
+                copied,
+            },
             L2Entry::Zero { host: None, .. } => Mapping::Zero,
             L2Entry::Zero {
                 host: Some(host),
@@ -147,22 +168,36 @@ impl Qcow2 {
     }
 }
 
-/// Whether `next`, `distance` bytes further on in the guest, goes on where `first` began.
+/// Whether `next`, whose cluster begins `distance` bytes after that of `first` in the guest, goes on where `first` began. A compressed
+/// cluster is an extent of its own, all of it.
 fn continues(first: L2Entry, next: L2Entry, distance: u64) -> bool {
+    use L2Entry::{Compressed, Data, Unallocated, Zero};
+    let follows = |a: u64, b: u64| a.checked_add(distance) == Some(b);
     match (first, next) {
-        (L2Entry::Unallocated, L2Entry::Unallocated)
-        | (L2Entry::Zero { host: None, .. }, L2Entry::Zero { host: None, .. }) => true,
-        (L2Entry::Data { host: a, copied: x }, L2Entry::Data { host: b, copied: y })
+        (Unallocated { kept: None, .. }, Unallocated { kept: None, .. })
+        | (Zero { host: None, .. }, Zero { host: None, .. }) => true,
+        (Data { host: a, copied: x }, Data { host: b, copied: y })
         | (
-            L2Entry::Zero {
+            Unallocated {
+                kept: Some(a),
+                copied: x,
+            },
+            Unallocated {
+                kept: Some(b),
+                copied: y,
+            },
+        )
+        | (
+            Zero {
                 host: Some(a),
                 copied: x,
             },
-            L2Entry::Zero {
+            Zero {
                 host: Some(b),
                 copied: y,
             },
-        ) => a.checked_add(distance) == Some(b) && x == y,
+        ) => follows(a, b) && x == y,
+        (Compressed { .. }, Compressed { .. }) => distance == 0,
         _ => false,
     }
 }

@@ -43,7 +43,7 @@ mod table;
 mod write;
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::path::Path;
 
@@ -90,6 +90,12 @@ pub(crate) struct Qcow2 {
     clusters: RangeLock,
     /// Whether the duties of the first write are done.
     begun: Cell<bool>,
+    /// Incompatible features as the file has them now.
+    incompatible: Cell<Incompatible>,
+    /// The true refcounts of an image that was not closed cleanly, until they are written.
+    references: RefCell<Option<HashMap<u64, u64>>>,
+    /// Which flushes have begun and which of them are over.
+    flushes: flush::Flushes,
     /// Why writing has ended, if it has.
     stopped: Cell<Option<&'static str>>,
 }
@@ -137,8 +143,15 @@ impl Qcow2 {
         } else {
             (Vec::new(), Vec::new(), Overlap::default())
         };
+        let dirty = writable && header.incompatible.contains(Incompatible::DIRTY);
+        let references = match dirty {
+            true => Some(count_references(&file, &header)?),
+            false => None,
+        };
         Ok(Self {
             size: Cell::new(header.size),
+            incompatible: Cell::new(header.incompatible),
+            references: RefCell::new(references),
             writable,
             has_below: false,
             l1: RefCell::new(Entries {
@@ -158,6 +171,7 @@ impl Qcow2 {
             meta: RangeLock::default(),
             clusters: RangeLock::default(),
             begun: Cell::new(false),
+            flushes: flush::Flushes::default(),
             stopped: Cell::new(None),
             file,
             header,
@@ -171,6 +185,10 @@ impl Qcow2 {
 
     pub(crate) fn file(&self) -> &BlockFile {
         &self.file
+    }
+
+    pub(crate) fn file_mut(&mut self) -> &mut BlockFile {
+        &mut self.file
     }
 
     pub(crate) fn header(&self) -> &Header {
@@ -215,11 +233,13 @@ impl Qcow2 {
         if self.begun.get() {
             return Ok(());
         }
+        let _meta = self.meta().await;
         if self.header.version >= 3 && self.header.autoclear != 0 {
             self.write_bytes(spec::field::AUTOCLEAR_FEATURES, &[0; 8], "write the header")
                 .await?;
             self.sync().await?;
         }
+        self.rebuild_refcounts().await?;
         self.begun.set(true);
         Ok(())
     }
@@ -232,7 +252,7 @@ impl Qcow2 {
         );
         self.stopped.set(Some("the image is corrupt"));
         if self.header.version >= 3 {
-            let features = self.header.incompatible | Incompatible::CORRUPT;
+            let features = self.incompatible.get() | Incompatible::CORRUPT;
             let bytes = features.bits().to_be_bytes();
             let at = spec::field::INCOMPATIBLE_FEATURES;
             // The image is broken either way; the mark only warns the next one to open it.
@@ -272,12 +292,18 @@ fn check_writable(path: &Path, header: &Header) -> Result<(), Error> {
     if header.incompatible.contains(Incompatible::CORRUPT) {
         return refuse("it is marked corrupt; repair it with `qemu-img check -r all`");
     }
-    if header.incompatible.contains(Incompatible::DIRTY) {
-        return refuse(
-            "its refcounts are out of date (lazy refcounts, not closed cleanly); mend it with `qemu-img check -r all`",
-        );
-    }
     Ok(())
+}
+
+/// The references of an image whose refcounts are out of date: lazy refcounts, and no clean end.
+fn count_references(file: &BlockFile, header: &Header) -> Result<HashMap<u64, u64>, Error> {
+    const MOST: u64 = 4 << 20;
+    if header.geometry.cluster(file.end()) > MOST {
+        let reason = "it was not closed cleanly and is too large to mend in passing; mend it with `qemu-img check -r all`";
+        let kind = ErrorKind::NotWritable(reason.into());
+        return Err(Error::new(file.path(), kind));
+    }
+    crate::image::references(file, header)
 }
 
 fn load_entries(file: &BlockFile, at: TableAt) -> Result<Vec<u64>, Error> {

@@ -57,6 +57,7 @@ mod tests {
         let geometry = Geometry {
             cluster_bits: 9,
             refcount_order: 4,
+            extended_l2: false,
         };
         let mut overlap = Overlap::default();
         overlap.claim(geometry, 1024, 513, "a table").unwrap();

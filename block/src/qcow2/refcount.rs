@@ -10,7 +10,7 @@
 //! before anything points at them.
 
 use super::Qcow2;
-use super::spec::{self, REFCOUNT_OFFSET_MASK, get_refcount, put_refcount};
+use super::spec::{self, Incompatible, REFCOUNT_OFFSET_MASK, get_refcount, put_refcount};
 use super::table::Role;
 use crate::buffers::Pages;
 use crate::error::IoError;
@@ -79,6 +79,39 @@ impl Qcow2 {
         while self.tables.update(piece, Role::Refcount, change).is_none() {
             self.load_piece(piece).await?;
         }
+        Ok(())
+    }
+
+    /// Puts the refcounts of an image that was not closed cleanly right, durably, and says so in the header. Until the last write
+    /// the image stays marked, so that a cut only means doing it again. The tables are held.
+    pub(super) async fn rebuild_refcounts(&self) -> Result<(), IoError> {
+        let Some(references) = self.references.borrow().clone() else {
+            return Ok(());
+        };
+        let geometry = self.geometry();
+        let most = u64::MAX >> (64 - (1 << geometry.refcount_order));
+        for cluster in 0..self.file.end().div_ceil(geometry.cluster_size()) {
+            let wanted = references.get(&cluster).copied().unwrap_or(0);
+            let host = cluster << geometry.cluster_bits;
+            if wanted > most {
+                return Err(IoError::corrupt(host, "a cluster has too many references"));
+            }
+            if self.refcount(cluster).await? != wanted {
+                self.set_refcount(cluster, wanted).await?;
+            }
+            if self.tables.is_under_pressure() {
+                self.write_tables(Role::Refcount).await?;
+            }
+        }
+        self.flush_tables().await?;
+        let features = self.incompatible.get() - Incompatible::DIRTY;
+        let at = spec::field::INCOMPATIBLE_FEATURES;
+        self.write_bytes(at, &features.bits().to_be_bytes(), "write the header")
+            .await?;
+        self.sync().await?;
+        self.incompatible.set(features);
+        self.references.replace(None);
+        tracing::info!(image = %self.file.path().display(), "refcounts put right: the image had not been closed cleanly");
         Ok(())
     }
 
@@ -193,12 +226,12 @@ impl Qcow2 {
         if new_entries <= old_entries {
             return Err(IoError::NoSpace);
         }
-        let clusters = new_entries.div_ceil(geometry.l2_entries());
+        let clusters = new_entries.div_ceil(geometry.table_entries());
         let (host, blocks) = self
             .fresh_region(old_entries, clusters, "the refcount table")
             .await?;
         entries.extend(blocks);
-        entries.resize((clusters * geometry.l2_entries()) as usize, 0);
+        entries.resize((clusters * geometry.table_entries()) as usize, 0);
         let mut pages = Pages::zeroed(entries.len() * 8);
         for (bytes, entry) in pages.bytes_mut().chunks_exact_mut(8).zip(&entries) {
             bytes.copy_from_slice(&entry.to_be_bytes());

@@ -5,6 +5,8 @@
 //!                   header.l1_table     l2 table          host cluster
 //!                └── size - l2_bits ─┘└─ cluster_bits-3 ─┘└─ cluster_bits ─┘
 //! ```
+//!
+//! With extended L2 entries there are half as many in a table, and each says of 32 subclusters where they are.
 
 use bitflags::bitflags;
 use zerocopy::byteorder::big_endian::{U16, U32, U64};
@@ -148,6 +150,10 @@ pub(crate) const COPIED: u64 = 1 << 63;
 pub(crate) const COMPRESSED: u64 = 1 << 62;
 /// Bit 0 of an L2 entry (version 3): reads as zero, whatever lies at the host offset or below.
 pub(crate) const ZERO: u64 = 1;
+/// Bits of an L1 entry that must be zero.
+pub(crate) const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
+/// Bits of an L2 entry, other than that of a compressed cluster, that must be zero.
+pub(crate) const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
 /// Bits of a refcount table entry that hold the offset.
 pub(crate) const REFCOUNT_OFFSET_MASK: u64 = 0xffff_ffff_ffff_fe00;
 /// No host offset reaches this.
@@ -158,21 +164,52 @@ pub(crate) const HOST_LIMIT: u64 = 1 << 56;
 pub(crate) struct Geometry {
     pub(crate) cluster_bits: u32,
     pub(crate) refcount_order: u32,
+    /// L2 entries have 16 bytes and clusters 32 subclusters.
+    pub(crate) extended_l2: bool,
 }
+
+/// log2 of the subclusters of a cluster with extended L2 entries.
+const SUBCLUSTERS_BITS: u32 = 5;
+/// The smallest clusters with extended L2 entries: their subclusters have 512 bytes.
+pub(crate) const MIN_EXTENDED_CLUSTER_BITS: u32 = 14;
 
 impl Geometry {
     pub(crate) fn cluster_size(self) -> u64 {
         1 << self.cluster_bits
     }
 
+    /// Entries of 8 bytes that fit a cluster.
+    pub(crate) fn table_entries(self) -> u64 {
+        1 << (self.cluster_bits - 3)
+    }
+
+    /// Bytes of an L2 entry.
+    pub(crate) fn l2_entry_bytes(self) -> u64 {
+        8 << u32::from(self.extended_l2)
+    }
+
     /// Entries of an L2 table.
     pub(crate) fn l2_entries(self) -> u64 {
-        1 << (self.cluster_bits - 3)
+        self.cluster_size() / self.l2_entry_bytes()
     }
 
     /// Guest bytes that one L1 entry maps.
     pub(crate) fn l1_span(self) -> u64 {
-        1 << (2 * self.cluster_bits - 3)
+        self.l2_entries() << self.cluster_bits
+    }
+
+    /// log2 of the bytes that are mapped as one: a subcluster, or a cluster where there are none.
+    pub(crate) fn unit_bits(self) -> u32 {
+        if self.extended_l2 {
+            self.cluster_bits - SUBCLUSTERS_BITS
+        } else {
+            self.cluster_bits
+        }
+    }
+
+    /// Number of the subcluster at `offset` in its cluster; 0 where there are none.
+    pub(crate) fn subcluster(self, offset: u64) -> u32 {
+        (self.in_cluster(offset) >> self.unit_bits()) as u32
     }
 
     /// log2 of the entries of a refcount block.
@@ -205,11 +242,119 @@ impl Geometry {
     }
 }
 
-/// An L2 entry, told apart.
+/// An L2 entry as it is stored. The bitmap is there with extended entries only: bit `n` says that subcluster `n` lies in the host
+/// cluster, bit `32 + n` that it reads as zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct RawEntry {
+    pub(crate) entry: u64,
+    pub(crate) bitmap: u64,
+}
+
+/// Every subcluster lies in the host cluster.
+pub(crate) const ALL_ALLOCATED: u64 = 0xffff_ffff;
+/// Every subcluster reads as zero.
+pub(crate) const ALL_ZERO: u64 = ALL_ALLOCATED << 32;
+
+/// What host space an L2 entry refers to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reference {
+    Nothing,
+    /// A cluster, for data now or later.
+    Cluster {
+        host: u64,
+        copied: bool,
+    },
+    /// See [`L2Entry::Compressed`].
+    Compressed {
+        host: u64,
+        bytes: u64,
+    },
+}
+
+impl RawEntry {
+    /// The entry at the beginning of `bytes`; what is missing is zero.
+    pub(crate) fn read(bytes: &[u8], geometry: Geometry) -> Self {
+        let word = |at: usize| {
+            let bytes = bytes.get(at..).and_then(|rest| rest.first_chunk());
+            bytes.map_or(0, |bytes| u64::from_be_bytes(*bytes))
+        };
+        Self {
+            entry: word(0),
+            bitmap: if geometry.extended_l2 { word(8) } else { 0 },
+        }
+    }
+
+    /// Stores the entry in bytes of its size.
+    pub(crate) fn write(self, bytes: &mut [u8]) {
+        let words = [self.entry, self.bitmap];
+        for (bytes, word) in bytes.chunks_exact_mut(8).zip(words) {
+            bytes.copy_from_slice(&word.to_be_bytes());
+        }
+    }
+
+    /// The same, reading as zero with its host cluster kept.
+    pub(crate) fn zeroed(self, geometry: Geometry) -> Self {
+        if geometry.extended_l2 {
+            return Self {
+                entry: self.entry,
+                bitmap: ALL_ZERO,
+            };
+        }
+        Self {
+            entry: self.entry | ZERO,
+            bitmap: 0,
+        }
+    }
+
+    /// What the entry refers to; the error says what is wrong with it.
+    pub(crate) fn reference(
+        self,
+        geometry: Geometry,
+        version: u32,
+    ) -> Result<Reference, &'static str> {
+        if self.entry & COMPRESSED != 0 {
+            if self.bitmap != 0 {
+                return Err("the L2 entry of a compressed cluster has a bitmap");
+            }
+            let offset_bits = 62 - (geometry.cluster_bits - 8);
+            let descriptor = self.entry & (COMPRESSED - 1);
+            let host = descriptor & ((1 << offset_bits) - 1);
+            if host >= HOST_LIMIT {
+                return Err("an L2 entry's compressed data is out of reach");
+            }
+            let sectors = (descriptor >> offset_bits) + 1;
+            return Ok(Reference::Compressed {
+                host,
+                bytes: sectors * 512 - (host & 511),
+            });
+        }
+        let host = self.entry & OFFSET_MASK;
+        if geometry.in_cluster(host) != 0 {
+            return Err("an L2 entry's host offset is not at a cluster's start");
+        }
+        if version < 3 && self.entry & ZERO != 0 {
+            return Err("an L2 entry of a version 2 image has the zero flag");
+        }
+        let allocated = self.bitmap & ALL_ALLOCATED;
+        if allocated & (self.bitmap >> 32) != 0 || (host == 0 && allocated != 0) {
+            return Err("an L2 entry's bitmap contradicts itself");
+        }
+        Ok(if host == 0 {
+            Reference::Nothing
+        } else {
+            Reference::Cluster {
+                host,
+                copied: self.entry & COPIED != 0,
+            }
+        })
+    }
+}
+
+/// An L2 entry, or what it says of one subcluster, told apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum L2Entry {
-    /// Reads what lies below.
-    Unallocated,
+    /// Reads what lies below; a host cluster may be kept for later (extended entries only).
+    Unallocated { kept: Option<u64>, copied: bool },
     /// Reads zero; a host cluster may be kept for later.
     Zero { host: Option<u64>, copied: bool },
     /// Reads the host cluster.
@@ -219,39 +364,28 @@ pub(crate) enum L2Entry {
 }
 
 impl L2Entry {
-    /// Decodes an entry; the error says what is wrong with it.
-    pub(crate) fn decode(raw: u64, geometry: Geometry, version: u32) -> Result<Self, &'static str> {
-        if raw & COMPRESSED != 0 {
-            let offset_bits = 62 - (geometry.cluster_bits - 8);
-            let descriptor = raw & (COMPRESSED - 1);
-            let host = descriptor & ((1 << offset_bits) - 1);
-            if host >= HOST_LIMIT {
-                return Err("an L2 entry's compressed data is out of reach");
-            }
-            let sectors = (descriptor >> offset_bits) + 1;
-            return Ok(Self::Compressed {
-                host,
-                bytes: sectors * 512 - (host & 511),
-            });
-        }
-        let host = raw & OFFSET_MASK;
-        if geometry.in_cluster(host) != 0 {
-            return Err("an L2 entry's host offset is not at a cluster's start");
-        }
-        let copied = raw & COPIED != 0;
-        if raw & ZERO != 0 {
-            if version < 3 {
-                return Err("an L2 entry of a version 2 image has the zero flag");
-            }
-            return Ok(Self::Zero {
-                host: (host != 0).then_some(host),
-                copied,
-            });
-        }
-        Ok(if host == 0 {
-            Self::Unallocated
+    /// Decodes an entry for subcluster `n` (0 where there are none); the error says what is wrong with it. Host offsets are those
+    /// of the cluster.
+    pub(crate) fn decode(
+        raw: RawEntry,
+        n: u32,
+        geometry: Geometry,
+        version: u32,
+    ) -> Result<Self, &'static str> {
+        let (host, copied) = match raw.reference(geometry, version)? {
+            Reference::Compressed { host, bytes } => return Ok(Self::Compressed { host, bytes }),
+            Reference::Nothing => (None, false),
+            Reference::Cluster { host, copied } => (Some(host), copied),
+        };
+        let (allocated, zero) = if geometry.extended_l2 {
+            (raw.bitmap >> n & 1 != 0, raw.bitmap >> (32 + n) & 1 != 0)
         } else {
-            Self::Data { host, copied }
+            (host.is_some(), raw.entry & ZERO != 0)
+        };
+        Ok(match (host, allocated) {
+            _ if zero => Self::Zero { host, copied },
+            (Some(host), true) => Self::Data { host, copied },
+            (kept, _) => Self::Unallocated { kept, copied },
         })
     }
 }
@@ -314,13 +448,17 @@ mod tests {
         let geometry = Geometry {
             cluster_bits: 16,
             refcount_order: 4,
+            extended_l2: false,
         };
-        let raw = COMPRESSED | (2 << 54) | 0x5_0123;
+        let raw = RawEntry {
+            entry: COMPRESSED | (2 << 54) | 0x5_0123,
+            bitmap: 0,
+        };
         let expected = L2Entry::Compressed {
             host: 0x5_0123,
             bytes: 3 * 512 - 0x123,
         };
-        assert_eq!(L2Entry::decode(raw, geometry, 3), Ok(expected));
+        assert_eq!(L2Entry::decode(raw, 0, geometry, 3), Ok(expected));
     }
 
     proptest! {
@@ -337,9 +475,10 @@ mod tests {
         }
 
         #[test]
-        fn no_entry_decodes_to_a_host_offset_out_of_reach(raw: u64, cluster_bits in 9u32..=21, version in 2u32..=3) {
-            let geometry = Geometry { cluster_bits, refcount_order: 4 };
-            if let Ok(L2Entry::Data { host, .. } | L2Entry::Compressed { host, .. }) = L2Entry::decode(raw, geometry, version) {
+        fn no_entry_decodes_to_a_host_offset_out_of_reach(entry: u64, bitmap: u64, n in 0u32..32, extended_l2: bool, cluster_bits in 9u32..=21, version in 2u32..=3) {
+            let geometry = Geometry { cluster_bits, refcount_order: 4, extended_l2 };
+            let raw = RawEntry { entry, bitmap };
+            if let Ok(L2Entry::Data { host, .. } | L2Entry::Compressed { host, .. }) = L2Entry::decode(raw, n, geometry, version) {
                 prop_assert!(host < HOST_LIMIT);
             }
         }

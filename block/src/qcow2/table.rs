@@ -150,6 +150,11 @@ impl TableCache {
         self.state.borrow().dirty >= self.most / 4 * 3
     }
 
+    /// Whether any piece waits to be written.
+    pub(super) fn is_dirty(&self) -> bool {
+        self.state.borrow().dirty > 0
+    }
+
     /// Whether a piece of this role waits to be written.
     pub(super) fn has_dirty(&self, role: Role) -> bool {
         let state = self.state.borrow();

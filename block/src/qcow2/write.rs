@@ -10,9 +10,11 @@
 //!
 //! The L2 entry becomes durable only by a flush, which first makes data and refcount durable ([`super::flush`]).
 
+use std::ops::Range;
+
 use super::alloc::Run;
 use super::map::{Extent, Mapping};
-use super::spec::{COPIED, OFFSET_MASK};
+use super::spec::{ALL_ALLOCATED, COPIED, OFFSET_MASK, RawEntry};
 use super::table::Role;
 use super::{Entries, Qcow2};
 use crate::buffers::{Gather, Pages, Span};
@@ -60,6 +62,7 @@ impl Qcow2 {
         offset: u64,
         data: Span<'_>,
     ) -> Result<(), IoError> {
+        let geometry = self.geometry();
         let length = data.len() as u64;
         let mut done = 0;
         while done < length {
@@ -71,11 +74,20 @@ impl Qcow2 {
                     self.overwrite(host, rest).await?;
                     extent.length
                 }
-                Mapping::ZeroKept { host, copied: true } => {
+                Mapping::ZeroKept { host, copied: true }
+                | Mapping::BelowKept { host, copied: true } => {
                     self.write_kept(chain, at, extent, host, rest).await?;
                     extent.length
                 }
-                _ => self.write_new(chain, at, rest).await?,
+                // Where there was no host cluster, the subclusters around stay as they are.
+                Mapping::Below | Mapping::Zero => {
+                    let unit = geometry.unit_bits();
+                    self.write_new(chain, at, rest, unit).await?
+                }
+                _ => {
+                    self.write_new(chain, at, rest, geometry.cluster_bits)
+                        .await?
+                }
             };
         }
         Ok(())
@@ -105,7 +117,7 @@ impl Qcow2 {
             .map_err(|e| IoError::host("write guest data", host, &e))
     }
 
-    /// Writes to clusters that were kept while reading as zero.
+    /// Writes to clusters, or subclusters of them, that were kept while reading as zero or what lies below.
     async fn write_kept(
         &self,
         chain: &Chain,
@@ -127,15 +139,23 @@ impl Qcow2 {
                 .corrupt(first, "guest data would overwrite metadata")
                 .await);
         }
-        self.fill(chain, at, data, run).await?;
+        let unit = geometry.unit_bits();
+        let covered = self.fill(chain, at, data, run, unit).await?;
         let _meta = self.meta().await;
         // The same clusters go on to be used: nothing is freed.
-        self.link(at, run).await?;
+        self.link(covered, run).await?;
         self.relieve().await
     }
 
-    /// Writes to new clusters, as many as there are in a row; the number of guest bytes written.
-    async fn write_new(&self, chain: &Chain, at: u64, data: Span<'_>) -> Result<u64, IoError> {
+    /// Writes to new clusters, as many as there are in a row; the number of guest bytes written. Head and tail go to the borders of
+    /// units of `1 << unit_bits` bytes.
+    async fn write_new(
+        &self,
+        chain: &Chain,
+        at: u64,
+        data: Span<'_>,
+        unit_bits: u32,
+    ) -> Result<u64, IoError> {
         let geometry = self.geometry();
         let skip = geometry.in_cluster(at);
         let want = (skip + data.len() as u64).div_ceil(geometry.cluster_size());
@@ -146,16 +166,17 @@ impl Qcow2 {
             self.allocate(want).await?
         };
         let length = ((run.clusters << geometry.cluster_bits) - skip).min(data.len() as u64);
-        if let Err(error) = self
-            .fill(chain, at, data.part(0, length as usize), run)
-            .await
-        {
-            let _meta = self.meta().await;
-            self.abandon(run).await;
-            return Err(error);
-        }
+        let data = data.part(0, length as usize);
+        let covered = match self.fill(chain, at, data, run, unit_bits).await {
+            Ok(covered) => covered,
+            Err(error) => {
+                let _meta = self.meta().await;
+                self.abandon(run).await;
+                return Err(error);
+            }
+        };
         let _meta = self.meta().await;
-        match self.link(at, run).await {
+        match self.link(covered, run).await {
             Ok(replaced) => replaced
                 .into_iter()
                 .for_each(|raw| self.free_entry_later(raw)),
@@ -168,25 +189,35 @@ impl Qcow2 {
         Ok(length)
     }
 
-    /// Writes data with its head and tail to host clusters that nothing refers to yet.
-    async fn fill(&self, chain: &Chain, at: u64, data: Span<'_>, run: Run) -> Result<(), IoError> {
-        let geometry = self.geometry();
-        let start = geometry.down(at);
+    /// Writes data with its head and tail to host clusters that nothing refers to yet, or whose units that are written nothing reads;
+    /// the guest bytes that lie there from now on.
+    async fn fill(
+        &self,
+        chain: &Chain,
+        at: u64,
+        data: Span<'_>,
+        run: Run,
+        unit_bits: u32,
+    ) -> Result<Range<u64>, IoError> {
+        let unit = 1u64 << unit_bits;
+        let start = at & !(unit - 1);
         let data_end = at + data.len() as u64;
-        let end = start + (run.clusters << geometry.cluster_bits);
+        let end = data_end.next_multiple_of(unit);
+        let base = run.host + (start - self.geometry().down(at));
         let mut head = self.surroundings(chain, start, at, run.zeroed).await?;
         let mut tail = self.surroundings(chain, data_end, end, run.zeroed).await?;
         let mut all = Gather::default();
-        let mut host = run.host + (at - start);
+        let mut host = base + (at - start);
         if let Some(head) = &mut head {
-            host = run.host;
+            host = base;
             all.push(head.span());
         }
         all.push(data);
         if let Some(tail) = &mut tail {
             all.push(tail.span());
         }
-        self.put(host, all.span()).await
+        self.put(host, all.span()).await?;
+        Ok(start..end)
     }
 
     /// What the guest reads in a range now; `None` where nothing needs to be written for it. Past the disk's end it is zero,
@@ -211,11 +242,31 @@ impl Qcow2 {
         Ok(Some(pages))
     }
 
-    /// Points the L2 entries of a run of guest clusters at host clusters; the entries replaced. The tables are held.
-    async fn link(&self, at: u64, run: Run) -> Result<Vec<u64>, IoError> {
-        let size = self.geometry().cluster_size();
-        self.change_entries(at, run.clusters, |n, _| {
-            Some((run.host + n * size) | COPIED)
+    /// Points the L2 entries of a run of guest clusters at host clusters, in which the guest bytes of `covered` lie now; the entries
+    /// replaced. The tables are held.
+    async fn link(&self, covered: Range<u64>, run: Run) -> Result<Vec<RawEntry>, IoError> {
+        let geometry = self.geometry();
+        let first = geometry.down(covered.start);
+        self.change_entries(first, run.clusters, |n, old| {
+            let host = run.host + (n << geometry.cluster_bits);
+            let mut new = RawEntry {
+                entry: host | COPIED,
+                bitmap: 0,
+            };
+            if geometry.extended_l2 {
+                let cluster = first + (n << geometry.cluster_bits);
+                let to = covered.end.min(cluster + geometry.cluster_size()) - 1;
+                let units =
+                    geometry.subcluster(covered.start.max(cluster))..=geometry.subcluster(to);
+                let written = units.fold(0, |bits, n| bits | 1u64 << n);
+                // What the old entry said of the other subclusters holds on, unless it said it of another host cluster; then all
+                // were written.
+                let same = old.entry & OFFSET_MASK == host;
+                let before = if same { old.bitmap & ALL_ALLOCATED } else { 0 };
+                let zero = (old.bitmap >> 32) & !written;
+                new.bitmap = before | written | zero << 32;
+            }
+            Some(new)
         })
         .await
     }
@@ -226,36 +277,33 @@ impl Qcow2 {
         &self,
         at: u64,
         count: u64,
-        new: impl Fn(u64, u64) -> Option<u64>,
-    ) -> Result<Vec<u64>, IoError> {
+        new: impl Fn(u64, RawEntry) -> Option<RawEntry>,
+    ) -> Result<Vec<RawEntry>, IoError> {
         let geometry = self.geometry();
         let table = self.own_l2_table(at).await?;
         let index = geometry.cluster(at % geometry.l1_span());
-        let per_piece = self.tables.piece_size() / 8;
+        let size = geometry.l2_entry_bytes();
+        let per_piece = self.tables.piece_size() / size;
         let mut replaced = Vec::new();
         let mut n = 0;
         while n < count {
-            let (piece, position) = self.tables.locate(table + (index + n) * 8);
-            let now = (count - n).min(per_piece - position as u64 / 8);
+            let (piece, position) = self.tables.locate(table + (index + n) * size);
+            let now = (count - n).min(per_piece - position as u64 / size);
             let change = |bytes: &mut [u8]| {
-                let entries = bytes
-                    .get_mut(position..)
-                    .unwrap_or_default()
-                    .chunks_exact_mut(8);
-                for (bytes, n) in entries.zip(n..n + now) {
-                    let old = super::be_entries(bytes).next().unwrap_or(0);
+                let entries = bytes.get_mut(position..).unwrap_or_default();
+                for (bytes, n) in entries.chunks_exact_mut(size as usize).zip(n..n + now) {
+                    let old = RawEntry::read(bytes, geometry);
                     if let Some(value) = new(n, old) {
-                        bytes.copy_from_slice(&value.to_be_bytes());
+                        value.write(bytes);
                         replaced.push(old);
                     }
                 }
             };
             // A piece in which nothing changes is not made dirty.
             let changes = self.tables.get(piece, |bytes| {
-                let entries = super::be_entries(bytes.get(position..).unwrap_or_default());
-                entries
-                    .zip(n..n + now)
-                    .any(|(old, n)| new(n, old).is_some())
+                let entries = bytes.get(position..).unwrap_or_default();
+                let mut entries = entries.chunks_exact(size as usize).zip(n..n + now);
+                entries.any(|(bytes, n)| new(n, RawEntry::read(bytes, geometry)).is_some())
             });
             match changes {
                 None => self.load_piece(piece).await?,

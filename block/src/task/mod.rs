@@ -1,7 +1,9 @@
 //! The small world in which requests run: futures on one thread, and the holds by which they keep out of each other's way.
 
+mod executor;
 mod hold;
 
+pub(crate) use executor::{Executor, Serve};
 pub(crate) use hold::{Guard, Kind, RangeLock};
 
 use std::future::Future;

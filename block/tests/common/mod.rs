@@ -3,10 +3,13 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
 
 use drover_block::{
-    Backing, Buffers, Cache, Completion, Disk, DiskSpec, Error, Format, IoError, Layer, Op,
-    Request, SharedBuffer, image,
+    Backing, Buffers, Cache, Completion, Disk, DiskSpec, Error, Format, IoEngine, IoError, Layer,
+    Op, Request, SharedBuffer, image,
 };
 
 fn run(tool: &str, arguments: &[&str]) -> Output {
@@ -133,13 +136,52 @@ pub(crate) fn spec(top: &Path, format: Format, backing: &[Layer]) -> DiskSpec {
     }
 }
 
+/// The engines that this host allows. Hosts that forbid io_uring say so in the output.
+pub(crate) fn engines() -> Vec<IoEngine> {
+    let mut engines = vec![IoEngine::Inline, IoEngine::Threads];
+    match IoEngine::asynchronous() {
+        IoEngine::IoUring => engines.push(IoEngine::IoUring),
+        _ => println!("SKIPPED: this host allows no io_uring"),
+    }
+    engines
+}
+
+/// Sleeps until the disk has something to say, as its owner's event loop would.
+pub(crate) fn wait(disk: &Disk) {
+    if let Some(event) = disk.event() {
+        let mut poll = [PollFd::new(&event, PollFlags::IN)];
+        let patience = Timespec {
+            tv_sec: 30,
+            tv_nsec: 0,
+        };
+        match rustix::event::poll(&mut poll, Some(&patience)) {
+            Ok(0) => panic!("a request has been under way for 30 seconds"),
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => panic!("poll: {error}"),
+        }
+    }
+}
+
 /// A disk with requests as method calls.
 pub(crate) struct TestDisk(pub(crate) Disk);
 
 impl TestDisk {
+    /// Opens a disk with one engine after the other, so that every test goes over all of them; or with the one that
+    /// `BLOCK_ENGINE` names.
     #[track_caller]
     pub(crate) fn open(spec: &DiskSpec) -> Self {
-        Self(Disk::open(spec).unwrap())
+        static TURN: AtomicUsize = AtomicUsize::new(0);
+        let engine = match std::env::var("BLOCK_ENGINE").as_deref() {
+            Ok("inline") => IoEngine::Inline,
+            Ok("uring") => IoEngine::IoUring,
+            Ok("threads") => IoEngine::Threads,
+            Ok(other) => panic!("BLOCK_ENGINE is `{other}`, not `inline`, `uring` or `threads`"),
+            Err(_) => {
+                let engines = engines();
+                engines[TURN.fetch_add(1, Ordering::Relaxed) % engines.len()]
+            }
+        };
+        Self(Disk::open_with(spec, engine).unwrap())
     }
 
     pub(crate) fn run(&mut self, op: Op) -> Result<(), IoError> {
@@ -147,6 +189,9 @@ impl TestDisk {
         let mut completions = Vec::new();
         while self.0.in_flight() > 0 {
             self.0.poll(&mut completions);
+            if self.0.in_flight() > 0 {
+                wait(&self.0);
+            }
         }
         let [Completion { tag: 42, result }] = completions.as_slice() else {
             panic!("one request, one completion: {completions:?}")

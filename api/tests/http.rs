@@ -246,6 +246,41 @@ fn what_is_too_large_is_refused_whether_it_is_announced_or_not() {
 }
 
 #[test]
+fn a_body_that_nests_without_end_is_refused_and_the_server_goes_on() {
+    let server = Server::start();
+    let deep = [
+        ("application/json", r#"{"a":"#.repeat(100_000)),
+        (
+            "application/json",
+            format!("{}1{}", r#"{"a":"#.repeat(120), "}".repeat(120)),
+        ),
+        ("application/json", r#"{"a":["#.repeat(60)),
+        ("application/yaml", "- ".repeat(100_000)),
+        ("application/yaml", "? ".repeat(100_000)),
+        (
+            "application/yaml",
+            format!("a: {}{}", "[".repeat(120), "]".repeat(120)),
+        ),
+    ];
+    for (kind, body) in deep {
+        let mut stream = server.connect();
+        stream
+            .set_read_timeout(Some(Duration::from_secs(30)))
+            .unwrap();
+        let head = format!(
+            "PUT /v1/vm HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: {kind}\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).unwrap();
+        stream.write_all(body.as_bytes()).unwrap();
+        let mut reply = String::new();
+        stream.read_to_string(&mut reply).unwrap();
+        assert!(reply.starts_with("HTTP/1.1 400"), "{reply}");
+    }
+    server.client().info().unwrap();
+}
+
+#[test]
 fn events_reach_every_reader_and_a_slow_one_learns_what_it_missed() {
     let server = Server::start();
     let (first, second) = (server.client(), server.client());

@@ -80,6 +80,8 @@ pub enum Sandbox {
 
 /// Bytes of stack of each thread. Only what is touched takes memory.
 const STACK_BYTES: usize = 256 << 10;
+/// The API's thread reads definitions, which nest.
+const API_STACK_BYTES: usize = 2 << 20;
 
 /// Size of one BPF instruction (struct sock_filter).
 const INSTRUCTION: usize = 8;
@@ -149,7 +151,11 @@ impl ThreadStarter {
         let sandbox = self.sandbox;
         Builder::new()
             .name(name.to_owned())
-            .stack_size(STACK_BYTES)
+            .stack_size(if role == Role::Api {
+                API_STACK_BYTES
+            } else {
+                STACK_BYTES
+            })
             .spawn(move || {
                 if let Err(error) = narrow(role, sandbox) {
                     // Going on without the policy would be worse than a thread that is not there: whoever waits for it says so.

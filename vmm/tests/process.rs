@@ -3,10 +3,13 @@
 #[allow(dead_code, reason = "each test binary uses its part")]
 mod support;
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 
-use support::{Code, kvm_or_skip, pvh_kernel};
+use support::{Code, PATIENCE, kvm_or_skip, pvh_kernel};
 
 fn run(directory: &Path, definition: &str) -> Output {
     std::fs::write(directory.join("vm.yaml"), definition).expect("a temporary file");
@@ -60,6 +63,43 @@ fn a_crash_of_the_virtual_machine_ends_the_process_with_3() {
     let text = definition(directory.path(), nowhere);
     assert_eq!(run(directory.path(), &text).status.code(), Some(3));
     assert!(left_behind(directory.path()).is_empty());
+}
+
+#[test]
+fn a_definition_that_nests_without_end_does_not_overflow_the_apis_stack() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("api.sock");
+    let mut process = Command::new(env!("CARGO_BIN_EXE_drover-vmm"))
+        .arg("--api-socket")
+        .arg(&socket)
+        .spawn()
+        .expect("the binary starts");
+    let deadline = Instant::now() + PATIENCE;
+    while UnixStream::connect(&socket).is_err() {
+        assert!(Instant::now() < deadline, "no API");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let bodies = [
+        r#"{"a":"#.repeat(100_000),
+        format!("{}1{}", r#"{"a":"#.repeat(63), "}".repeat(63)),
+        "- ".repeat(60),
+    ];
+    for body in bodies {
+        let mut stream = UnixStream::connect(&socket).expect("the process lives");
+        write!(
+            stream,
+            "PUT /v1/vm HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/yaml\r\n\
+             content-length: {}\r\n\r\n{body}",
+            body.len()
+        )
+        .unwrap();
+        let mut reply = String::new();
+        stream.read_to_string(&mut reply).unwrap();
+        assert!(reply.starts_with("HTTP/1.1 400"), "{reply}");
+    }
+    assert_eq!(process.try_wait().unwrap(), None);
+    process.kill().unwrap();
+    process.wait().unwrap();
 }
 
 #[test]

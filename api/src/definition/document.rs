@@ -25,14 +25,38 @@ pub(super) enum Document {
 
 impl<'de> Deserialize<'de> for Document {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(DocumentVisitor)
+        Nested(MAX_NESTING).deserialize(deserializer)
+    }
+}
+
+/// Sequences and mappings within each other. Reading them recurses, so that a text must not say how deep; no definition needs a quarter
+/// of it.
+const MAX_NESTING: usize = 64;
+
+/// Reads a document that may nest so many levels deep.
+#[derive(Clone, Copy)]
+struct Nested(usize);
+
+impl Nested {
+    fn inside<E: de::Error>(self) -> Result<Self, E> {
+        let left = self.0.checked_sub(1);
+        left.map(Self)
+            .ok_or_else(|| E::custom(format!("more than {MAX_NESTING} levels within each other")))
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Nested {
+    type Value = Document;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Document, D::Error> {
+        deserializer.deserialize_any(DocumentVisitor(self))
     }
 }
 
 /// 2^53: below it, neighbouring floats are less than 2 apart.
 const EXACT: f64 = 9_007_199_254_740_992.0;
 
-struct DocumentVisitor;
+struct DocumentVisitor(Nested);
 
 impl<'de> Visitor<'de> for DocumentVisitor {
     type Value = Document;
@@ -78,7 +102,8 @@ impl<'de> Visitor<'de> for DocumentVisitor {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Document, A::Error> {
         let mut values = Vec::new();
-        while let Some(value) = items.next_element()? {
+        let inside = self.0.inside()?;
+        while let Some(value) = items.next_element_seed(inside)? {
             values.push(value);
         }
         Ok(Document::Sequence(values))
@@ -87,7 +112,9 @@ impl<'de> Visitor<'de> for DocumentVisitor {
     fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Document, A::Error> {
         let mut mapping = Vec::new();
         let mut keys = std::collections::HashSet::new();
-        while let Some((key, value)) = entries.next_entry::<String, Document>()? {
+        let inside = self.0.inside()?;
+        while let Some(key) = entries.next_key::<String>()? {
+            let value = entries.next_value_seed(inside)?;
             if !keys.insert(key.clone()) {
                 return Err(de::Error::custom(format!("duplicate field \"{key}\"")));
             }

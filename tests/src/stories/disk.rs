@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::ensure;
 use crate::failure::{Context as _, Failure, Result};
 use crate::fixtures::command::{ImageState, ask, disk_usage, qemu_img_check, succeed};
-use crate::fixtures::guest::SmallGuest;
+use crate::fixtures::guest::{COMMAND_LINE, SmallGuest};
 use crate::fixtures::vm::{Vm, small_guest};
 use crate::pattern;
 use crate::stories::{Scene, Story};
@@ -41,6 +41,11 @@ pub(super) static STORIES: &[Story] = &[
         "disk",
         "a_disk_shows_its_queues_serial_and_write_protection",
         attributes,
+    ),
+    Story::small(
+        "disk",
+        "a_guest_without_message_signalled_interrupts_is_served_over_lines",
+        interrupt_lines,
     ),
 ];
 
@@ -320,4 +325,24 @@ fn attributes(scene: &Scene) -> Result {
         )));
     }
     Ok(())
+}
+
+fn interrupt_lines(scene: &Scene) -> Result {
+    let guest = SmallGuest::prepare(scene)?;
+    let raw = scene.folder.join("lines.raw");
+    File::create(&raw)?.set_len(64 << 20)?;
+    let mut definition = small_guest(&guest, &scene.folder);
+    definition["boot"]["cmdline"] = json!(format!("{COMMAND_LINE} pci=nomsi"));
+    definition["disks"] = json!([{"id": "data", "path": raw, "format": "raw"}]);
+    let mut vm = Vm::boot(scene, &definition)?;
+    vm.console.run(
+        "dd if=/dev/vda of=/dev/null bs=1M count=32 iflag=direct",
+        LONG,
+    )?;
+    let lines = vm.run("grep virtio /proc/interrupts")?;
+    ensure!(
+        !lines.is_empty() && lines.lines().all(|line| line.contains("IO-APIC")),
+        "interrupts: {lines:?}"
+    );
+    vm.power_off()
 }

@@ -8,6 +8,7 @@
 //! | [`limits::HEADER_BYTES`], [`limits::HEADERS`] | 431 |
 //! | [`limits::BODY_BYTES`] | 413 |
 //! | [`limits::REQUEST_TIMEOUT`] for the header and for the body | the connection is closed; 408 |
+//! | [`limits::REPLY_TIMEOUT`] for a client to read on | the connection is closed |
 //! | [`limits::SUBSCRIBERS`] | 429 |
 //!
 //! ```text
@@ -17,6 +18,7 @@
 
 mod events;
 pub mod openapi;
+mod patience;
 mod routes;
 mod socket;
 
@@ -36,6 +38,7 @@ use tokio::time::{sleep, timeout};
 
 pub use socket::{SocketError, SocketGuard, bind_socket};
 
+use self::patience::Patient;
 use crate::definition::VmConfig;
 use crate::types::{ApiError, Event, Info, ShutdownRequest, VmView};
 
@@ -55,6 +58,8 @@ pub mod limits {
     pub const BODY_BYTES: usize = 1 << 20;
     /// For the header to arrive, and then for the body.
     pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+    /// For a client to take some of a reply that waits for it.
+    pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
     /// For the clients to take the last replies when the server stops.
     pub const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 }
@@ -183,7 +188,10 @@ async fn connection(
         .header_read_timeout(limits::REQUEST_TIMEOUT)
         .max_buf_size(limits::HEADER_BYTES)
         .max_headers(limits::HEADERS)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+        .serve_connection(
+            TokioIo::new(Patient::new(stream, limits::REPLY_TIMEOUT)),
+            TowerToHyperService::new(router),
+        );
     let mut connection = pin!(connection);
     let result = tokio::select! {
         result = connection.as_mut() => result,

@@ -245,6 +245,7 @@ impl Qcow2 {
                 .corrupt(host, "metadata was about to be freed as guest data")
                 .await);
         }
+        self.packed_to.set(None);
         // A hole that cannot be punched costs space, not correctness.
         let zeroed = self.file.punch(host, bytes).await.unwrap_or(false);
         for cluster in first..first + clusters {

@@ -6,7 +6,7 @@
 //! | [`header`], [`snapshots`] | parsing and checking |
 //! | [`table`] | cache of L2 tables and refcount blocks |
 //! | [`map`] | guest offset -> where the bytes are |
-//! | [`compressed`] | inflating clusters |
+//! | [`compressed`], [`pack`] | inflating clusters, storing compressed ones |
 //! | [`refcount`], [`alloc`] | which clusters are in use; taking and giving back |
 //! | [`write`], [`discard`] | what a guest's requests do to clusters |
 //! | [`flush`] | the order in which changes become durable |
@@ -35,6 +35,7 @@ mod flush;
 pub(crate) mod header;
 mod map;
 mod overlap;
+mod pack;
 mod refcount;
 mod resize;
 pub(crate) mod snapshots;
@@ -84,6 +85,8 @@ pub(crate) struct Qcow2 {
     overlap: RefCell<Overlap>,
     snapshots: Vec<Snapshot>,
     inflated: RefCell<Inflated>,
+    /// Where the next compressed cluster may go: behind the last one.
+    packed_to: Cell<Option<u64>>,
     /// One unit: the tables.
     meta: RangeLock,
     /// Guest clusters.
@@ -168,6 +171,7 @@ impl Qcow2 {
             overlap: RefCell::new(overlap),
             snapshots,
             inflated: RefCell::default(),
+            packed_to: Cell::new(None),
             meta: RangeLock::default(),
             clusters: RangeLock::default(),
             begun: Cell::new(false),

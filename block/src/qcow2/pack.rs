@@ -56,7 +56,7 @@ impl Qcow2 {
             let refcount = self.refcount(cluster).await?;
             let room = geometry.cluster_size() - geometry.in_cluster(at);
             let next = if length > room {
-                Some(self.allocate(1).await?.host)
+                Some(self.allocate_packed().await?)
             } else {
                 None
             };
@@ -70,12 +70,19 @@ impl Qcow2 {
         }
         let host = match host {
             Some(host) => host,
-            None => self.allocate(1).await?.host,
+            None => self.allocate_packed().await?,
         };
         let end = host + length;
         let inside = geometry.in_cluster(end) != 0;
         self.packed_to.set(inside.then_some(end));
         Ok(host)
+    }
+
+    /// A new cluster for compressed data, which counts as allocated at once.
+    async fn allocate_packed(&self) -> Result<u64, IoError> {
+        let run = self.allocate(1).await?;
+        self.settle_in(run)?;
+        Ok(run.host)
     }
 
     /// Forgets the backing file; every byte that is visible has been copied and is durable.

@@ -87,6 +87,15 @@ pub(crate) struct Chain {
     layers: Vec<Image>,
 }
 
+/// Where the first bytes of a range come from: [`Mapping::Below`] where no layer has them.
+pub(crate) struct Located {
+    /// At least 1.
+    pub(crate) length: u64,
+    /// Number of the layer, 0 for the top.
+    pub(crate) depth: usize,
+    pub(crate) mapping: Mapping,
+}
+
 /// A part of a read that one layer is going to answer.
 struct Piece<'a> {
     layer: usize,
@@ -118,6 +127,16 @@ impl Chain {
             }
         }
         Ok(Self { layers })
+    }
+
+    /// Opens the top alone, though its header names a backing file: what it does not have itself reads as zero.
+    pub(crate) fn open_alone(top: &Layer) -> Result<Self, Error> {
+        let mut opener = Opener::default();
+        let file = BlockFile::open(&top.path, top.cache, true)?;
+        opener.push(file, top.format, Access::Write)?;
+        Ok(Self {
+            layers: opener.layers,
+        })
     }
 
     /// The image that is written.
@@ -221,6 +240,38 @@ impl Chain {
             _ => piece.span.fill_zero(),
         }
         Ok(())
+    }
+
+    /// Which layer answers for the first bytes of a range, and how.
+    pub(crate) async fn locate(&self, offset: u64, length: u64) -> Result<Located, IoError> {
+        let mut length = length;
+        for (depth, image) in self.layers.iter().enumerate() {
+            let inside = match depth {
+                0 => length,
+                _ => image.size().saturating_sub(offset).min(length),
+            };
+            if inside == 0 {
+                return Ok(Located {
+                    length,
+                    depth,
+                    mapping: Mapping::Zero,
+                });
+            }
+            let extent = image.map(offset, inside).await?;
+            length = extent.length;
+            if !matches!(extent.mapping, Mapping::Below | Mapping::BelowKept { .. }) {
+                return Ok(Located {
+                    length,
+                    depth,
+                    mapping: extent.mapping,
+                });
+            }
+        }
+        Ok(Located {
+            length,
+            depth: 0,
+            mapping: Mapping::Below,
+        })
     }
 
     /// Whether a range is known to read as zero from the tables alone.

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use crate::DiskSpec;
-use crate::buffers::Buffers;
-use crate::chain::{Chain, Image};
+use crate::buffers::{Buffers, SharedBuffer};
+use crate::chain::{Chain, Image, Located};
 use crate::error::{Error, ErrorKind, IoError};
 use crate::io::queue::Queue;
 use crate::qcow2::Clear;
@@ -347,6 +347,49 @@ impl Disk {
         let errors: Vec<_> = new.iter().filter_map(|c| c.result.clone().err()).collect();
         for error in errors {
             self.log(&error);
+        }
+    }
+
+    /// The top image of a disk alone; see [`Chain::open_alone`].
+    pub(crate) fn open_alone(spec: &DiskSpec) -> Result<Self, Error> {
+        Ok(Self::new(Chain::open_alone(&spec.top)?, spec, None))
+    }
+
+    /// Which layer answers for the first bytes of a range.
+    pub(crate) fn locate(&mut self, offset: u64, length: u64) -> Result<Located, IoError> {
+        let core = self.executor.shared();
+        self.drive(core.chain.locate(offset, length))
+    }
+
+    /// Reads into memory of our own.
+    pub(crate) fn read(&mut self, offset: u64, length: usize) -> Result<Vec<u8>, IoError> {
+        let buffer = SharedBuffer::zeroed(length);
+        let buffers = buffer.buffers();
+        self.execute(&Op::Read { offset, buffers })?;
+        Ok(buffer.take().unwrap_or_default())
+    }
+
+    /// Writes from memory of our own.
+    pub(crate) fn write(&mut self, offset: u64, bytes: Vec<u8>) -> Result<(), IoError> {
+        let buffers = Buffers::from_vec(bytes);
+        self.execute(&Op::Write { offset, buffers })
+    }
+
+    /// Stores a cluster compressed; only qcow2 has that.
+    pub(crate) fn write_packed(&mut self, offset: u64, packed: &[u8]) -> Result<(), IoError> {
+        let core = self.executor.shared();
+        match core.chain.top() {
+            Image::Raw(_) => Err(IoError::Unsupported("compression")),
+            Image::Qcow2(qcow2) => self.drive(qcow2.write_packed(offset, packed)),
+        }
+    }
+
+    /// Forgets the backing file of the top image.
+    pub(crate) fn forget_backing(&mut self) -> Result<(), IoError> {
+        let core = self.executor.shared();
+        match core.chain.top() {
+            Image::Raw(_) => Ok(()),
+            Image::Qcow2(qcow2) => self.drive(qcow2.forget_backing()),
         }
     }
 

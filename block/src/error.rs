@@ -58,6 +58,9 @@ pub enum ErrorKind {
     /// Direct I/O was asked for where the file system has none.
     #[error("its file system does not do direct I/O (O_DIRECT): set `cache: buffered` for it")]
     NoDirectIo,
+    /// A job was stopped by who watches it.
+    #[error("cancelled")]
+    Cancelled,
     /// A size that cannot be.
     #[error("{0}")]
     Size(String),

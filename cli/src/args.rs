@@ -7,6 +7,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use drover_api::definition::ByteSize;
 use drover_block::Format;
 
+use crate::commands::image_jobs;
+
 /// Runs Kubernetes workers as virtual machines.
 #[derive(Debug, Parser)]
 #[command(
@@ -134,6 +136,18 @@ pub(crate) enum Image {
     Resize(ImageResize),
     /// Look for leaked space and for corruption.
     Check(ImagePath),
+    /// List which layer has which bytes.
+    Map(image_jobs::Chain),
+    /// Tell whether guests of two images would read the same.
+    Compare(image_jobs::Compare),
+    /// Write an image, with what lies below it, in another form.
+    Convert(image_jobs::Convert),
+    /// Put a new overlay upon an image, which from then on stays as it is.
+    Snapshot(image_jobs::Snapshot),
+    /// Write what an overlay has into the image below it.
+    Commit(image_jobs::Chain),
+    /// Copy what lies below an overlay into it, so that it stands alone.
+    Flatten(image_jobs::Chain),
 }
 
 #[derive(Debug, Args)]
@@ -206,7 +220,7 @@ impl From<ImageFormat> for Format {
 }
 
 /// A size: bytes, or a number with a binary unit.
-fn size(text: &str) -> Result<ByteSize, String> {
+pub(crate) fn size(text: &str) -> Result<ByteSize, String> {
     match text.parse() {
         Ok(bytes) => Ok(ByteSize(bytes)),
         Err(_) => text.parse::<ByteSize>().map_err(|error| error.to_string()),

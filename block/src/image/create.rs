@@ -17,6 +17,7 @@ use zerocopy::IntoBytes;
 
 use crate::Format;
 use crate::error::{Error, ErrorKind};
+use crate::qcow2::header::Compression;
 use crate::qcow2::spec::{
     self, ExtensionHead, Geometry, HeaderV2, HeaderV3Tail, Incompatible, put_refcount,
 };
@@ -46,6 +47,8 @@ pub struct CreateOptions {
     pub compat: Compat,
     /// Subclusters: a 32nd of a cluster can be allocated alone. Clusters have at least 16 KiB then.
     pub extended_l2: bool,
+    /// How clusters will be compressed, if any ever are.
+    pub compression: Compression,
 }
 
 impl CreateOptions {
@@ -59,6 +62,7 @@ impl CreateOptions {
             refcount_bits: 16,
             compat: Compat::V3,
             extended_l2: false,
+            compression: Compression::Zlib,
         }
     }
 }
@@ -163,6 +167,9 @@ impl Plan {
             let reason = "extended L2 entries need version 3 and clusters of at least 16 KiB";
             return Err(bad(reason.into()));
         }
+        if options.compression == Compression::Zstd && options.compat == Compat::V2 {
+            return Err(bad("version 2 has no compression but zlib".into()));
+        }
         let cluster = geometry.cluster_size();
         let l1_entries = geometry.l1_entries(options.size);
         if l1_entries * 8 > spec::MAX_L1_BYTES {
@@ -239,6 +246,8 @@ fn header(
         let length = 112;
         let mut incompatible = Incompatible::empty();
         incompatible.set(Incompatible::EXTENDED_L2, options.extended_l2);
+        let zstd = options.compression == Compression::Zstd;
+        incompatible.set(Incompatible::COMPRESSION_TYPE, zstd);
         let tail = HeaderV3Tail {
             incompatible_features: incompatible.bits().into(),
             compatible_features: 0.into(),
@@ -247,6 +256,7 @@ fn header(
             header_length: (length as u32).into(),
         };
         rest.extend_from_slice(tail.as_bytes());
+        rest.push(u8::from(zstd));
         rest.resize(length - spec::HEADER_V2, 0);
     }
     let mut extension = |kind: u32, data: &[u8]| {

@@ -1,15 +1,25 @@
-//! Jobs on images as a whole: making them, changing their size, saying what they are and whether they are sound.
+//! Jobs on images as a whole: making, converting and merging them, changing their size, saying what they are, where their bytes lie
+//! and whether they are sound.
 //!
 //! Each takes the format from its caller; nothing is probed.
 
 mod check;
+mod convert;
 mod create;
 mod info;
+mod job;
+mod layers;
+mod map;
 
+pub use crate::qcow2::header::Compression;
 pub(crate) use check::references;
 pub use check::{CheckReport, check};
+pub use convert::{ConvertOptions, convert};
 pub use create::{Compat, CreateOptions, create_qcow2, create_raw};
 pub use info::{ImageInfo, info};
+pub use job::{Monitor, Unwatched};
+pub use layers::{commit, flatten};
+pub use map::{Comparison, MapEntry, compare, map};
 
 use crate::error::{Error, ErrorKind};
 use crate::{Disk, DiskSpec};

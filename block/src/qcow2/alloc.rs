@@ -9,6 +9,7 @@ use std::collections::HashSet;
 use super::Qcow2;
 use super::refcount::Slot;
 use super::spec::{self, RawEntry, Reference, get_refcount, put_refcount};
+use super::states::Transit;
 use super::table::Role;
 use crate::error::IoError;
 
@@ -84,6 +85,7 @@ impl Qcow2 {
         while self.tables.update(piece, Role::Refcount, take).is_none() {
             self.load_piece(piece).await?;
         }
+        self.step(first..first + count, Some(Transit::CowInFlight))?;
         let mut allocator = self.allocator.borrow_mut();
         allocator.cursor = first + count;
         for cluster in first..first + count {
@@ -144,6 +146,9 @@ impl Qcow2 {
     /// Gives back what [`Qcow2::allocate`] took, where nothing came to refer to it. The tables are held.
     pub(super) async fn abandon(&self, run: Run) {
         let first = self.geometry().cluster(run.host);
+        if self.step(first..first + run.clusters, None).is_err() {
+            return;
+        }
         for cluster in first..first + run.clusters {
             // What cannot be given back is a leak, no more.
             if self.set_refcount(cluster, 0).await.is_err() {
@@ -154,8 +159,19 @@ impl Qcow2 {
         allocator.cursor = allocator.cursor.min(first);
     }
 
+    /// Something refers to what [`Qcow2::allocate`] took.
+    pub(super) fn settle_in(&self, run: Run) -> Result<(), IoError> {
+        let first = self.geometry().cluster(run.host);
+        self.step(first..first + run.clusters, None)
+    }
+
     /// Takes one reference off each of `count` clusters, once that is safe.
     pub(super) fn free_later(&self, cluster: u64, count: u64) {
+        let clusters = cluster..cluster + count;
+        if self.step(clusters, Some(Transit::DiscardInFlight)).is_err() {
+            // Writing has stopped; a leak is the safe answer.
+            return;
+        }
         self.allocator
             .borrow_mut()
             .pending
@@ -210,7 +226,14 @@ impl Qcow2 {
                     Ok(refcount) if refcount > losses as u64 => {
                         if clusters == 0 {
                             rest = rest.get(losses..).unwrap_or_default();
-                            break self.set_refcount(cluster, refcount - losses as u64).await;
+                            // Others refer to it.
+                            break match self.step(cluster..cluster + 1, None) {
+                                Ok(()) => {
+                                    let rest = refcount - losses as u64;
+                                    self.set_refcount(cluster, rest).await
+                                }
+                                Err(error) => Err(error),
+                            };
                         }
                         break Ok(());
                     }
@@ -245,10 +268,13 @@ impl Qcow2 {
                 .corrupt(host, "metadata was about to be freed as guest data")
                 .await);
         }
+        self.packed_to.set(None);
+        self.step(first..first + clusters, Some(Transit::PunchPending))?;
         // A hole that cannot be punched costs space, not correctness.
         let zeroed = self.file.punch(host, bytes).await.unwrap_or(false);
         for cluster in first..first + clusters {
             self.set_refcount(cluster, 0).await?;
+            self.step(cluster..cluster + 1, None)?;
         }
         let mut allocator = self.allocator.borrow_mut();
         allocator.cursor = allocator.cursor.min(first);

@@ -19,7 +19,7 @@ use crate::error::{Error, ErrorKind};
 
 /// How clusters are compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Compression {
+pub enum Compression {
     /// Raw deflate.
     Zlib,
     /// Zstandard.

@@ -6,10 +6,11 @@
 //! | [`header`], [`snapshots`] | parsing and checking |
 //! | [`table`] | cache of L2 tables and refcount blocks |
 //! | [`map`] | guest offset -> where the bytes are |
-//! | [`compressed`] | inflating clusters |
+//! | [`compressed`], [`pack`] | inflating clusters, storing compressed ones |
 //! | [`refcount`], [`alloc`] | which clusters are in use; taking and giving back |
 //! | [`write`], [`discard`] | what a guest's requests do to clusters |
 //! | [`flush`] | the order in which changes become durable |
+//! | [`states`] | clusters on their way from one state to another |
 //! | [`overlap`] | metadata is never overwritten |
 //! | [`resize`] | another size |
 //!
@@ -35,16 +36,19 @@ mod flush;
 pub(crate) mod header;
 mod map;
 mod overlap;
+mod pack;
 mod refcount;
 mod resize;
 pub(crate) mod snapshots;
 pub(crate) mod spec;
+mod states;
 mod table;
 mod write;
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap};
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 
 pub(crate) use self::discard::Clear;
@@ -56,6 +60,7 @@ use self::header::{Header, TableAt};
 use self::overlap::Overlap;
 use self::snapshots::Snapshot;
 use self::spec::{Geometry, Incompatible};
+use self::states::{InFlight, Transit};
 use self::table::TableCache;
 use crate::buffers::Pages;
 use crate::error::{Error, ErrorKind, IoError};
@@ -82,8 +87,12 @@ pub(crate) struct Qcow2 {
     tables: TableCache,
     allocator: RefCell<Allocator>,
     overlap: RefCell<Overlap>,
+    /// Clusters on their way.
+    in_flight: RefCell<InFlight>,
     snapshots: Vec<Snapshot>,
     inflated: RefCell<Inflated>,
+    /// Where the next compressed cluster may go: behind the last one.
+    packed_to: Cell<Option<u64>>,
     /// One unit: the tables.
     meta: RangeLock,
     /// Guest clusters.
@@ -166,8 +175,10 @@ impl Qcow2 {
             tables: TableCache::new(geometry.cluster_size()),
             allocator: RefCell::default(),
             overlap: RefCell::new(overlap),
+            in_flight: RefCell::default(),
             snapshots,
             inflated: RefCell::default(),
+            packed_to: Cell::new(None),
             meta: RangeLock::default(),
             clusters: RangeLock::default(),
             begun: Cell::new(false),
@@ -211,7 +222,7 @@ impl Qcow2 {
             .await
     }
 
-    fn cluster_range(&self, offset: u64, length: u64) -> std::ops::Range<u64> {
+    fn cluster_range(&self, offset: u64, length: u64) -> Range<u64> {
         let last = offset.saturating_add(length.saturating_sub(1));
         self.geometry().cluster(offset)..self.geometry().cluster(last) + 1
     }
@@ -260,6 +271,19 @@ impl Qcow2 {
             let _ = self.file.sync().await;
         }
         IoError::corrupt(host_offset, reason)
+    }
+
+    /// Takes host clusters to another state; a step that cannot be ends all writing.
+    fn step(&self, clusters: Range<u64>, to: Option<Transit>) -> Result<(), IoError> {
+        self.in_flight
+            .borrow_mut()
+            .step(clusters, to)
+            .map_err(|wrong| {
+                const REASON: &str = "the engine has lost track of a cluster";
+                tracing::error!(image = %self.file.path().display(), ?wrong, "{REASON}: writing stops");
+                self.stopped.set(Some(REASON));
+                IoError::Stopped(REASON)
+            })
     }
 
     /// Writes a few bytes of metadata in place.

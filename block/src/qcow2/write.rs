@@ -177,9 +177,12 @@ impl Qcow2 {
         };
         let _meta = self.meta().await;
         match self.link(covered, run).await {
-            Ok(replaced) => replaced
-                .into_iter()
-                .for_each(|raw| self.free_entry_later(raw)),
+            Ok(replaced) => {
+                self.settle_in(run)?;
+                for raw in replaced {
+                    self.free_entry_later(raw);
+                }
+            }
             Err(error) => {
                 self.abandon(run).await;
                 return Err(error);
@@ -357,6 +360,7 @@ impl Qcow2 {
         if let Some(old) = old {
             self.free_later(geometry.cluster(old), 1);
         }
+        self.settle_in(run)?;
         set_l1(&mut self.l1.borrow_mut(), index, run.host | COPIED);
         self.l1_dirty.borrow_mut().insert(index);
         Ok(run.host)

@@ -1,4 +1,4 @@
-//! `drover image`: info, create, resize, check. The format is always stated, never guessed.
+//! `drover image`: info, create, resize, check; the rest is in [`image_jobs`]. The format is always stated, never guessed.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -8,6 +8,7 @@ use drover_block::image::{self, CheckReport, CreateOptions, ImageInfo, Shrink};
 use drover_block::{Backing, Cache, DiskSpec, Error, ErrorKind, Format, Layer};
 use serde::Serialize;
 
+use super::image_jobs;
 use crate::args::{Image, ImageCreate, ImagePath, ImageResize, OutputMode};
 use crate::failure::Failure;
 use crate::output;
@@ -21,13 +22,19 @@ pub(crate) fn run(command: Image, mode: OutputMode) -> Result<ExitCode, Failure>
         Image::Create(args) => create(&args, mode)?,
         Image::Resize(args) => resize(&args, mode)?,
         Image::Check(args) => return check(&args, mode),
+        Image::Map(args) => image_jobs::map(&args, mode)?,
+        Image::Compare(args) => return image_jobs::compare(&args, mode),
+        Image::Convert(args) => image_jobs::convert(&args, mode)?,
+        Image::Snapshot(args) => image_jobs::snapshot(&args, mode)?,
+        Image::Commit(args) => image_jobs::commit(&args, mode)?,
+        Image::Flatten(args) => image_jobs::flatten(&args, mode)?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// Whether the person or the host is at fault.
 #[expect(clippy::needless_pass_by_value, reason = "stands in map_err")]
-fn failure(error: Error) -> Failure {
+pub(super) fn failure(error: Error) -> Failure {
     match &error.kind {
         ErrorKind::Request(_) => Failure::host(error.to_string()),
         ErrorKind::Io { source, .. }

@@ -79,16 +79,24 @@ fn cargo_tests(packages: &[&str], filter: &[String]) -> Result<Counts> {
     let nextest = process::on_path("cargo-nextest");
     let mut command = programs::cargo();
     if nextest {
-        command.args(["nextest", "run", "--no-fail-fast", "--no-tests=pass"]);
+        command.args([
+            "nextest",
+            "run",
+            "--no-fail-fast",
+            "--no-tests=pass",
+            // What a passing test prints is where it says that it was skipped.
+            "--success-output=immediate",
+        ]);
     } else {
         command.args(["test", "--no-fail-fast", "--quiet"]);
     }
     command.args(packages);
-    if !nextest && !filter.is_empty() {
-        command.arg("--");
+    if nextest {
+        command.args(filter);
+    } else {
+        command.args(["--", "--show-output"]).args(filter);
     }
     command
-        .args(filter)
         .env("PATH", lab::path_with(&tools))
         .stdin(Stdio::null());
     let counts = if nextest {
@@ -112,7 +120,7 @@ fn nextest_counts(command: &mut Command) -> Result<Counts> {
         .find_map(|line| parse_nextest(line))
         .map_or_else(
             || Ok(no_summary(success)),
-            |counts| Ok(consistent(counts, success)),
+            |counts| Ok(consistent(told_apart(counts, &lines), success)),
         )
 }
 
@@ -126,10 +134,22 @@ fn libtest_counts(command: &mut Command) -> Result<Counts> {
         found = true;
     }
     Ok(if found {
-        consistent(sum, success)
+        consistent(told_apart(sum, &lines), success)
     } else {
         no_summary(success)
     })
+}
+
+/// A test that finds its host without what it needs says so in a line `skipped: …` and returns: that is no pass.
+fn told_apart(mut counts: Counts, lines: &[String]) -> Counts {
+    let said = lines
+        .iter()
+        .filter(|line| line.trim_start().starts_with("skipped: "))
+        .count();
+    let skipped = u64::try_from(said).unwrap_or(u64::MAX).min(counts.passed);
+    counts.passed -= skipped;
+    counts.skipped += skipped;
+    counts
 }
 
 /// A run that failed before any test (it did not build, say) is one failure.
@@ -278,6 +298,27 @@ mod tests {
         assert_eq!(
             parse_nextest("    Starting 12 tests across 3 binaries"),
             None
+        );
+    }
+
+    #[test]
+    fn a_test_that_says_it_was_skipped_is_not_counted_as_passed() {
+        let lines = [
+            "        PASS [ 0.1s] a",
+            "    skipped: no usable /dev/kvm",
+            "ok",
+        ];
+        let counts = Counts {
+            passed: 2,
+            ..Counts::default()
+        };
+        assert_eq!(
+            told_apart(counts, &lines.map(str::to_owned)),
+            Counts {
+                passed: 1,
+                failed: 0,
+                skipped: 1
+            }
         );
     }
 

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::process;
 
 /// A program (or a file) and the package that brings it on Debian and Ubuntu.
-const NEEDED: [(&str, &str); 11] = [
+const NEEDED: [(&str, &str); 14] = [
     ("mmdebstrap", "mmdebstrap"),
     (
         "/usr/share/keyrings/debian-archive-keyring.gpg",
@@ -22,8 +22,12 @@ const NEEDED: [(&str, &str); 11] = [
     ("xz", "xz-utils"),
     ("depmod", "kmod"),
     ("unshare", "util-linux"),
-    // isoinfo: an independent reader of the seeds that Drover writes.
+    // Independent readers of the seeds that Drover writes.
     ("isoinfo", "genisoimage"),
+    ("xorriso", "xorriso"),
+    ("bsdtar", "libarchive-tools"),
+    // iasl: an independent reader of the ACPI tables.
+    ("iasl", "acpica-tools"),
 ];
 
 /// A program by name, found in the administrators' folders too.

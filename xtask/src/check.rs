@@ -1,4 +1,4 @@
-//! `cargo xtask check`: formatting, lints, licences and bans. What needs no virtual machine.
+//! `cargo xtask check`: formatting, lints, fuzz targets that build, licences and bans. What needs no virtual machine.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -24,6 +24,14 @@ pub(crate) fn run() -> Result<()> {
         "--",
         "-D",
         "warnings",
+    ]))?;
+    eprintln!("fuzz targets build");
+    process::run(programs::cargo().args([
+        "check",
+        "--quiet",
+        "--locked",
+        "--manifest-path",
+        "fuzz/Cargo.toml",
     ]))?;
     eprintln!(
         "licences, bans and sources (advisories need a network that continuous integration lacks)"

@@ -26,6 +26,7 @@ pub(crate) fn run() -> Result<()> {
         "warnings",
     ]))?;
     eprintln!("fuzz targets build");
+    setup::packages()?;
     process::run(programs::cargo().args([
         "check",
         "--quiet",

@@ -51,6 +51,11 @@ pub(crate) struct Lab {
     pub(crate) manifest: PathBuf,
 }
 
+/// Installs the programs that building and testing need.
+pub(crate) fn packages() -> Result<()> {
+    packages::install_missing(&Cache::open()?)
+}
+
 /// Makes the lab ready; everything that is there already is left as it is.
 pub(crate) fn run() -> Result<Lab> {
     let cache = &Cache::open()?;

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::process;
 
 /// A program (or a file) and the package that brings it on Debian and Ubuntu.
-const NEEDED: [(&str, &str); 14] = [
+const NEEDED: [(&str, &str); 15] = [
     ("mmdebstrap", "mmdebstrap"),
     (
         "/usr/share/keyrings/debian-archive-keyring.gpg",
@@ -28,6 +28,8 @@ const NEEDED: [(&str, &str); 14] = [
     ("bsdtar", "libarchive-tools"),
     // iasl: an independent reader of the ACPI tables.
     ("iasl", "acpica-tools"),
+    // libFuzzer, which the fuzz targets link, is C++.
+    ("c++", "g++"),
 ];
 
 /// A program by name, found in the administrators' folders too.

@@ -1,4 +1,4 @@
-//! `speed FOLDER [PAIRS]`: the engine in this process against `qemu-img bench`, alternating, on an overlay in FOLDER.
+//! `speed FOLDER [PAIRS [CASE]]`: the engine in this process against `qemu-img bench`, alternating, on an overlay in FOLDER.
 //!
 //! Same image, cache mode and request pattern; per case the median of QEMU's time over ours, with its quartiles. Above 1 ours is
 //! faster. Times drift on shared machines, ratios of neighbours less so.
@@ -88,8 +88,11 @@ const CASES: [Case; 6] = [
 
 fn main() -> Result<(), Failure> {
     let mut arguments = std::env::args().skip(1);
-    let folder = arguments.next().ok_or("usage: speed FOLDER [PAIRS]")?;
+    let folder = arguments
+        .next()
+        .ok_or("usage: speed FOLDER [PAIRS [CASE]]")?;
     let pairs: usize = arguments.next().map_or(Ok(10), |text| text.parse())?;
+    let wanted = arguments.next().unwrap_or_default();
     let folder = Path::new(&folder);
     let (base, top) = (folder.join("base.qcow2"), folder.join("top.qcow2"));
     make(&base, None)?;
@@ -100,7 +103,7 @@ fn main() -> Result<(), Failure> {
         "{:32} {:8} {:>6} {:>6} {:>6} {:>10} {:>9}",
         "case", "engine", "median", "q1", "q3", "ours/s", "CPU us"
     );
-    for case in CASES {
+    for case in CASES.into_iter().filter(|case| case.name.contains(&wanted)) {
         for engine in [IoEngine::Inline, IoEngine::IoUring, IoEngine::Threads] {
             let mut ratios = Vec::new();
             let (mut times, mut cpu) = (Vec::new(), Vec::new());

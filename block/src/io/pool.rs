@@ -74,10 +74,9 @@ impl Pool {
     }
 
     /// Queues a call. Its memory must stay valid until its result is there, which [`super::queue`] sees to.
-    pub(super) fn push(&self, token: u64, call: Call) -> io::Result<()> {
+    pub(super) fn push(&self, token: u64, call: Call) {
         lock(&self.shared.jobs).waiting.push_back((token, call));
         self.shared.work.notify_one();
-        Ok(())
     }
 
     /// Collects results; with `wait` not before there is one.

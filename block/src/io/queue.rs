@@ -6,6 +6,9 @@
 //!   └──wake── entry: done(result) <──────────turn()──┘
 //! ```
 //!
+//! A transfer that is alone is made on the spot, as long as the last such took no longer than handing it over would have
+//! ([`ALONE`]): what is in the host's memory is not worth waking somebody for.
+//!
 //! A transfer's memory must stay where it is until the call is over: a future that is dropped before waits for it.
 #![allow(unsafe_code)]
 
@@ -16,6 +19,7 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
 
 use rustix::fs::FallocateFlags;
 
@@ -24,7 +28,7 @@ use super::pool::Pool;
 use super::ring::Ring;
 #[cfg(test)]
 use super::shuffle::Shuffle;
-use super::sys::{Action, Call};
+use super::sys::{Action, Call, perform};
 use crate::buffers::RawSlice;
 
 /// Calls under way for which there is room from the beginning.
@@ -44,10 +48,22 @@ enum Entry {
     Done(i32),
 }
 
+/// A transfer on the spot that took longer than this keeps the next ones from being made so: the file is not in memory, and others
+/// would have to wait.
+const ALONE: Duration = Duration::from_micros(20);
+/// So many calls alone go to the back end before another one is tried on the spot.
+const PATIENCE: u32 = 64;
+
 struct Calls {
     entries: Vec<Entry>,
     free: Vec<usize>,
     back: Back,
+    /// Begun and not handed over.
+    staged: Vec<(u64, Call)>,
+    /// Handed over and not delivered.
+    under_way: usize,
+    /// Calls alone that are still to go to the back end.
+    patience: u32,
     /// Results on their way from the back end to the entries.
     results: Vec<(u64, i32)>,
 }
@@ -87,6 +103,9 @@ impl Queue {
                 entries: Vec::new(),
                 free: Vec::new(),
                 back,
+                staged: Vec::with_capacity(USUAL),
+                under_way: 0,
+                patience: 0,
                 results: Vec::with_capacity(USUAL),
             }),
             event,
@@ -121,57 +140,110 @@ impl Queue {
 }
 
 impl Calls {
-    fn begin(&mut self, call: Call, waker: &Waker) -> io::Result<usize> {
+    fn begin(&mut self, call: Call, waker: &Waker) -> usize {
         let token = self.free.pop().unwrap_or_else(|| {
             self.entries.push(Entry::Free);
             let all = self.entries.len();
             self.free.reserve(all);
             all - 1
         });
-        if let Err(error) = self.back_push(token, call) {
-            self.free.push(token);
-            return Err(error);
-        }
+        self.staged.push((token as u64, call));
         if let Some(entry) = self.entries.get_mut(token) {
             *entry = Entry::Waiting(waker.clone());
         }
-        Ok(token)
-    }
-
-    fn back_push(&mut self, token: usize, call: Call) -> io::Result<()> {
-        match &mut self.back {
-            Back::Ring(ring) => {
-                while !ring.push(token as u64, &call)? {
-                    // Full: what is queued goes to the kernel, and if that is full too, results have to be collected first.
-                    ring.submit(false, &mut self.results)?;
-                }
-                self.deliver();
-                Ok(())
-            }
-            Back::Pool(pool) => pool.push(token as u64, call),
-            #[cfg(test)]
-            Back::Shuffle(shuffle) => {
-                shuffle.push(token as u64, call);
-                Ok(())
-            }
-        }
+        token
     }
 
     fn turn(&mut self, wait: bool) -> io::Result<()> {
-        let result = match &mut self.back {
-            Back::Ring(ring) => ring.submit(wait, &mut self.results),
-            Back::Pool(pool) => pool.collect(wait, &mut self.results),
-            #[cfg(test)]
-            Back::Shuffle(shuffle) => {
-                shuffle.collect(&mut self.results);
-                Ok(())
+        let on_the_spot = self.perform_alone();
+        let result = self.hand_over();
+        let result = result.and_then(|()| {
+            // What is over already is worth more than waiting for the rest.
+            let wait = wait && !on_the_spot && self.results.is_empty() && self.under_way > 0;
+            match &mut self.back {
+                Back::Ring(ring) => ring.submit(wait, &mut self.results),
+                Back::Pool(pool) => pool.collect(wait, &mut self.results),
+                #[cfg(test)]
+                Back::Shuffle(shuffle) => {
+                    shuffle.collect(&mut self.results);
+                    Ok(())
+                }
             }
-        };
+        });
         self.deliver();
         result
     }
 
+    /// Makes a transfer that is alone, if that promises to be quick.
+    fn perform_alone(&mut self) -> bool {
+        #[cfg(test)]
+        if matches!(self.back, Back::Shuffle(_)) {
+            return false;
+        }
+        let [(token, call)] = self.staged.as_slice() else {
+            return false;
+        };
+        if self.under_way > 0 || !call.is_short() {
+            return false;
+        }
+        if self.patience > 0 {
+            self.patience -= 1;
+            return false;
+        }
+        let start = Instant::now();
+        self.results.push((*token, perform(call)));
+        if start.elapsed() > ALONE {
+            self.patience = PATIENCE;
+        }
+        self.under_way += 1;
+        self.staged.clear();
+        true
+    }
+
+    fn hand_over(&mut self) -> io::Result<()> {
+        let mut handed = 0;
+        let mut result = Ok(());
+        for (token, call) in &self.staged {
+            result = match &mut self.back {
+                Back::Ring(ring) => loop {
+                    match ring.push(*token, call) {
+                        Ok(true) => break Ok(()),
+                        // Full: what is queued goes to the kernel, and if that is full too, results are collected first.
+                        Ok(false) => {
+                            if let Err(error) = ring.submit(false, &mut self.results) {
+                                break Err(error);
+                            }
+                        }
+                        // A file that is not registered: the call's own failure.
+                        Err(error) => {
+                            let errno = error.raw_os_error().unwrap_or(libc::EBADF);
+                            self.results.push((*token, -errno));
+                            break Ok(());
+                        }
+                    }
+                },
+                Back::Pool(pool) => {
+                    pool.push(*token, *call);
+                    Ok(())
+                }
+                #[cfg(test)]
+                Back::Shuffle(shuffle) => {
+                    shuffle.push(*token, *call);
+                    Ok(())
+                }
+            };
+            if result.is_err() {
+                break;
+            }
+            handed += 1;
+        }
+        self.under_way += handed;
+        self.staged.drain(..handed);
+        result
+    }
+
     fn deliver(&mut self) {
+        self.under_way -= self.results.len().min(self.under_way);
         for (token, result) in self.results.drain(..) {
             let entry = usize::try_from(token)
                 .ok()
@@ -200,10 +272,7 @@ impl Future for Transfer<'_> {
         let queue = self.queue;
         let mut calls = queue.calls();
         let Some(token) = self.token else {
-            self.token = match calls.begin(self.call, context.waker()) {
-                Ok(token) => Some(token),
-                Err(error) => return Poll::Ready(Err(error)),
-            };
+            self.token = Some(calls.begin(self.call, context.waker()));
             return Poll::Pending;
         };
         let Some(entry) = calls.entries.get_mut(token) else {

@@ -34,6 +34,14 @@ impl Call {
         self.fd
     }
 
+    /// Whether it is a transfer of a few pieces, and not an fdatasync or the like, which take their time.
+    pub(super) fn is_short(&self) -> bool {
+        match self.action {
+            Action::Read { count, .. } | Action::Write { count, .. } => count <= 16,
+            Action::Sync | Action::Allocate { .. } => false,
+        }
+    }
+
     pub(super) fn action(&self) -> &Action {
         &self.action
     }

@@ -10,7 +10,10 @@ fn a_request_that_fails_leaves_the_image_sound_and_the_rest_readable() {
         for nth in 0..30 {
             let scene = Scene::plain(nth % 2 == 0, nth % 3 == 0);
             let tape = tape::insert();
-            let mut disk = Disk::open(&scene.spec).unwrap();
+            let mut disk = match nth % 2 {
+                0 => Disk::open(&scene.spec).unwrap(),
+                _ => Disk::open_shuffled(&scene.spec, nth as u64).unwrap(),
+            };
             let mut random = Random(nth as u64 + 1);
             tape.borrow_mut().fail = Some((nth, errno));
             let mut model: Vec<Option<u8>> =

@@ -207,6 +207,19 @@ impl Qcow2 {
         let data_end = at + data.len() as u64;
         let end = data_end.next_multiple_of(unit);
         let base = run.host + (start - self.geometry().down(at));
+        if start < at && data_end < end && data.len() as u64 <= (end - start) / 2 {
+            // Little in the middle: one read for all that is around it.
+            let whole = self.surroundings(chain, start, end, run.zeroed).await?;
+            match whole {
+                None => self.put(base + (at - start), data).await?,
+                Some(mut whole) => {
+                    let middle = whole.bytes_mut().get_mut((at - start) as usize..);
+                    data.copy_to(middle.unwrap_or_default());
+                    self.put(base, whole.span()).await?;
+                }
+            }
+            return Ok(start..end);
+        }
         let mut head = self.surroundings(chain, start, at, run.zeroed).await?;
         let mut tail = self.surroundings(chain, data_end, end, run.zeroed).await?;
         let mut all = Gather::default();

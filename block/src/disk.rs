@@ -19,6 +19,7 @@ use crate::buffers::{Buffers, SharedBuffer};
 use crate::chain::{Chain, Image, Located};
 use crate::error::{Error, ErrorKind, IoError};
 use crate::io::queue::Queue;
+use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::task::{self, Executor, Kind, Serve};
 
@@ -77,31 +78,6 @@ pub struct Completion {
     pub result: Result<(), IoError>,
 }
 
-/// What performs the transfers of a disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum IoEngine {
-    /// System calls on the thread that submits: for jobs, and where nobody else waits for that thread.
-    #[default]
-    Inline,
-    /// An io_uring. It is made, restricted and enabled when the disk is opened; afterwards the thread that owns the disk needs
-    /// `io_uring_enter` only.
-    IoUring,
-    /// A pool of threads, made when the disk is opened.
-    Threads,
-}
-
-impl IoEngine {
-    /// The better of the two asynchronous engines that this host allows: [`IoEngine::IoUring`] where a ring can be made,
-    /// else [`IoEngine::Threads`].
-    #[must_use]
-    pub fn asynchronous() -> Self {
-        match Queue::ring(&[]) {
-            Ok(_) => Self::IoUring,
-            Err(_) => Self::Threads,
-        }
-    }
-}
-
 /// Failures of one disk that are logged; later ones are only counted by whoever serves the disk.
 const LOGGED_FAILURES: u32 = 32;
 
@@ -148,14 +124,15 @@ impl Disk {
         Self::open_with(spec, IoEngine::Inline)
     }
 
-    /// [`Disk::open`] with a choice of what performs transfers.
+    /// [`Disk::open`] with a choice of how the disk works.
     ///
     /// # Errors
     /// Those of [`Disk::open`], and what the host says where it allows no io_uring or no more threads.
-    pub fn open_with(spec: &DiskSpec, engine: IoEngine) -> Result<Self, Error> {
+    pub fn open_with(spec: &DiskSpec, options: impl Into<DiskOptions>) -> Result<Self, Error> {
+        let options = options.into();
         let chain = Chain::open(spec)?;
         let path = &spec.top.path;
-        let queue = match engine {
+        let queue = match options.engine {
             IoEngine::Inline => None,
             IoEngine::IoUring => Some(
                 Queue::ring(&chain.descriptors())

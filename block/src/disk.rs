@@ -17,11 +17,12 @@ use std::task::{Context, Poll, Waker};
 use crate::DiskSpec;
 use crate::buffers::{Buffers, SharedBuffer};
 use crate::chain::{Chain, Image, Located};
-use crate::error::{Error, ErrorKind, IoError};
+use crate::error::{Error, ErrorClass, ErrorKind, IoError};
 use crate::io::queue::Queue;
 use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::task::{self, Executor, Kind, Serve};
+use crate::timer::Timer;
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
 #[derive(Debug)]
@@ -103,6 +104,8 @@ pub struct Disk {
     executor: Executor<Core, Request, Completion>,
     /// What transfers wait in; absent with the inline engine.
     queue: Option<Arc<Queue>>,
+    /// What waits for a time: absent with the inline engine.
+    timer: Option<Arc<Timer>>,
     pub(crate) done: Vec<Completion>,
     failures: u32,
     closed: bool,
@@ -142,7 +145,12 @@ impl Disk {
                 Some(Queue::threads().map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
-        Ok(Self::new(chain, spec, queue))
+        let mut disk = Self::new(chain, spec, queue);
+        if disk.queue.is_some() {
+            let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
+            disk.timer = Some(Arc::new(timer));
+        }
+        Ok(disk)
     }
 
     /// [`Disk::open`] with transfers in an order that `seed` chooses.
@@ -164,6 +172,7 @@ impl Disk {
                 discard: spec.discard,
             }),
             queue,
+            timer: None,
             done: Vec::new(),
             failures: 0,
             closed: false,
@@ -221,6 +230,9 @@ impl Disk {
 
     /// Carries requests on as far as they get, and moves what has completed to the end of `completions`. Never waits.
     pub fn poll(&mut self, completions: &mut Vec<Completion>) {
+        if let Some(timer) = &self.timer {
+            timer.clear_due();
+        }
         self.turn(false);
         completions.append(&mut self.done);
     }
@@ -230,6 +242,13 @@ impl Disk {
     #[must_use]
     pub fn event(&self) -> Option<BorrowedFd<'_>> {
         self.queue.as_deref().and_then(Queue::event)
+    }
+
+    /// Readable when [`Disk::poll`] would get further because a time has come: a limit lets requests go on, or a job its next step.
+    /// To be watched beside [`Disk::event`], and cleared by polling the disk as well. `None` where nothing ever waits.
+    #[must_use]
+    pub fn timer(&self) -> Option<BorrowedFd<'_>> {
+        self.timer.as_deref().map(Timer::fd)
     }
 
     /// Requests submitted whose completion [`Disk::poll`] has not handed out.
@@ -393,8 +412,7 @@ impl Disk {
 
     /// Logs what an operator can act on; a guest that asks for nonsense is not worth a line.
     fn log(&mut self, error: &IoError) {
-        use IoError::{OutOfRange, ReadOnly, Unsupported};
-        if matches!(error, OutOfRange { .. } | ReadOnly | Unsupported(_)) {
+        if error.class() == ErrorClass::Guest {
             return;
         }
         self.failures = self.failures.saturating_add(1);

@@ -133,7 +133,7 @@ impl Disk {
     /// Those of [`Disk::open`], and what the host says where it allows no io_uring or no more threads.
     pub fn open_with(spec: &DiskSpec, options: impl Into<DiskOptions>) -> Result<Self, Error> {
         let options = options.into();
-        let chain = Chain::open(spec)?;
+        let chain = Chain::open(spec, 1)?;
         let path = &spec.top.path;
         let queue = match options.engine {
             IoEngine::Inline => None,
@@ -156,7 +156,7 @@ impl Disk {
     /// [`Disk::open`] with transfers in an order that `seed` chooses.
     #[cfg(test)]
     pub(crate) fn open_shuffled(spec: &DiskSpec, seed: u64) -> Result<Self, Error> {
-        let chain = Chain::open(spec)?;
+        let chain = Chain::open(spec, 1)?;
         Ok(Self::new(chain, spec, Some(Queue::shuffle(seed))))
     }
 
@@ -392,7 +392,7 @@ impl Disk {
     /// Changes the size of the disk to `size` bytes, durably.
     pub(crate) fn resize(&mut self, size: u64) -> Result<(), ErrorKind> {
         let core = self.executor.shared();
-        let below = core.chain.below_size();
+        let below = core.chain.below_size(0);
         match core.chain.top() {
             Image::Raw(raw) => {
                 raw.resize(size).map_err(|source| ErrorKind::Io {
@@ -405,7 +405,7 @@ impl Disk {
                 if let Some(obstacle) = qcow2.resize_obstacle(size) {
                     return Err(ErrorKind::Size(obstacle));
                 }
-                Ok(self.drive(qcow2.resize(&core.chain, size, below))?)
+                Ok(self.drive(qcow2.resize(core.chain.view(0), size, below))?)
             }
         }
     }
@@ -449,7 +449,7 @@ impl Core {
                     Image::Raw(raw) => raw.discard(*offset, *length).await,
                     Image::Qcow2(qcow2) => {
                         qcow2
-                            .clear(&self.chain, *offset, *length, Clear::Discard)
+                            .clear(self.chain.view(0), *offset, *length, Clear::Discard)
                             .await
                     }
                 }
@@ -466,7 +466,12 @@ impl Core {
                     Image::Raw(raw) => raw.zero(*offset, *length, unmap).await,
                     Image::Qcow2(qcow2) => {
                         qcow2
-                            .clear(&self.chain, *offset, *length, Clear::Zeroes { unmap })
+                            .clear(
+                                self.chain.view(0),
+                                *offset,
+                                *length,
+                                Clear::Zeroes { unmap },
+                            )
                             .await
                     }
                 }
@@ -489,7 +494,11 @@ impl Core {
         match self.chain.top() {
             _ if buffers.is_empty() => Ok(()),
             Image::Raw(raw) => raw.write(offset, buffers.span()).await,
-            Image::Qcow2(qcow2) => qcow2.write(&self.chain, offset, buffers.span()).await,
+            Image::Qcow2(qcow2) => {
+                qcow2
+                    .write(self.chain.view(0), offset, buffers.span())
+                    .await
+            }
         }
     }
 

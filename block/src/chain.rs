@@ -89,7 +89,6 @@ impl Image {
 pub(crate) struct Chain {
     layers: Vec<Image>,
     /// How many layers, from the top, may change while the chain is open. The others never do.
-    #[allow(dead_code, reason = "the merged map asks for it")]
     writable: usize,
 }
 
@@ -153,18 +152,14 @@ impl Chain {
         Ok(Self { layers, writable })
     }
 
-    /// Opens the top alone, though its header names a backing file: what it does not have itself reads as zero.
-    pub(crate) fn open_alone(top: &Layer) -> Result<Self, Error> {
-        let mut opener = Opener {
-            writable: 1,
-            ..Opener::default()
-        };
-        let file = BlockFile::open(&top.path, top.cache, true)?;
-        opener.push(file, top.format)?;
-        Ok(Self {
-            layers: opener.layers,
-            writable: 1,
-        })
+    /// How many layers, from the top, may change while the chain is open.
+    pub(crate) fn writable(&self) -> usize {
+        self.writable
+    }
+
+    /// The layer of this number, 0 for the top.
+    pub(crate) fn layer(&self, depth: usize) -> Option<&Image> {
+        self.layers.get(depth)
     }
 
     /// The chain as the layer of this number sees it.

@@ -76,6 +76,16 @@ pub struct Completion {
     pub tag: u64,
     /// How it ended.
     pub result: Result<(), IoError>,
+    /// What a request was that failed, for whoever wants to try it again. Until this is dropped the memory is the request's.
+    pub op: Option<Op>,
+}
+
+impl Completion {
+    fn new(tag: u64, result: Result<(), IoError>, op: Op) -> Self {
+        // The memory of one that succeeded belongs to the guest again before it hears of the end.
+        let op = result.is_err().then_some(op);
+        Self { tag, result, op }
+    }
 }
 
 /// Failures of one disk that are logged; later ones are only counted by whoever serves the disk.
@@ -92,9 +102,7 @@ impl Serve<Request, Completion> for Core {
     async fn serve(core: Rc<Self>, request: Request) -> Completion {
         let Request { tag, op } = request;
         let result = core.run(&op).await;
-        // The memory belongs to the guest again before it hears of the end.
-        drop(op);
-        Completion { tag, result }
+        Completion::new(tag, result, op)
     }
 }
 
@@ -210,8 +218,7 @@ impl Disk {
             None => {
                 let Request { tag, op } = request;
                 let result = task::complete(self.core().run(&op));
-                drop(op);
-                Some(Completion { tag, result })
+                Some(Completion::new(tag, result, op))
             }
         };
         if let Some(completion) = completion {

@@ -79,6 +79,16 @@ pub struct Completion {
     pub tag: u64,
     /// How it ended.
     pub result: Result<(), IoError>,
+    /// What a request was that failed, for whoever wants to try it again. Until this is dropped the memory is the request's.
+    pub op: Option<Op>,
+}
+
+impl Completion {
+    fn new(tag: u64, result: Result<(), IoError>, op: Op) -> Self {
+        // The memory of one that succeeded belongs to the guest again before it hears of the end.
+        let op = result.is_err().then_some(op);
+        Self { tag, result, op }
+    }
 }
 
 /// Failures of one disk that are logged; later ones are only counted by whoever serves the disk.
@@ -112,9 +122,7 @@ impl Serve<Work, Outcome> for Core {
         };
         let Request { tag, op } = request;
         let result = core.run(&op).await;
-        // The memory belongs to the guest again before it hears of the end.
-        drop(op);
-        Outcome::Guest(Completion { tag, result })
+        Outcome::Guest(Completion::new(tag, result, op))
     }
 }
 
@@ -270,8 +278,7 @@ impl Disk {
             None => {
                 let Request { tag, op } = request;
                 let result = task::complete(self.core().run(&op));
-                drop(op);
-                Some(Outcome::Guest(Completion { tag, result }))
+                Some(Outcome::Guest(Completion::new(tag, result, op)))
             }
         };
         if let Some(Outcome::Guest(completion)) = completion {

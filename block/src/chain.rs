@@ -30,8 +30,8 @@ use crate::qcow2::{Extent, Mapping, Qcow2};
 use crate::raw::Raw;
 use crate::{Backing, Cache, DiskSpec, Format, Layer};
 
-/// The most layers of a chain.
-pub const MAX_LAYERS: usize = 32;
+/// The most layers of a chain: 32 below the top.
+pub const MAX_LAYERS: usize = 33;
 
 /// One image of a chain.
 pub(crate) enum Image {

@@ -4,6 +4,7 @@ pub mod bad_input;
 pub mod boot;
 pub mod disk;
 pub mod fio;
+pub mod held;
 pub mod lab;
 pub mod lifecycle;
 pub mod net;
@@ -96,6 +97,7 @@ pub fn all() -> impl Iterator<Item = &'static Story> {
         lifecycle::STORIES,
         disk::STORIES,
         fio::STORIES,
+        held::STORIES,
         shared_base::STORIES,
         net::STORIES,
         worker::STORIES,

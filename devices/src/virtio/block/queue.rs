@@ -12,6 +12,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use drover_block::{Completion, Disk, IoError, Op};
+use virtio_queue::Queue;
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::GuestMemory;
@@ -60,6 +61,8 @@ struct Lane {
     under_way: u16,
     /// It has as much under way as it has entries; served again after a completion.
     full: bool,
+    /// Nothing more is taken from it.
+    halted: bool,
 }
 
 /// What a request turns into when it is done.
@@ -139,6 +142,12 @@ impl Server {
         else {
             return Progress::Idle;
         };
+        if lane.halted {
+            if let Some(place) = self.lanes.get_mut(usize::from(index)) {
+                *place = Some(lane);
+            }
+            return Progress::Idle;
+        }
         lane.queue.silence();
         lane.full = false;
         let memory = Arc::clone(lane.queue.memory());
@@ -363,7 +372,7 @@ impl Server {
             let index = u16::try_from(index).unwrap_or(u16::MAX);
             if self
                 .lane(index)
-                .is_some_and(|l| l.full && l.under_way < l.queue.size())
+                .is_some_and(|l| l.full && !l.halted && l.under_way < l.queue.size())
             {
                 let unfinished = self.take_requests(index) == Progress::More;
                 if let Some(lane) = self.lane(index) {
@@ -441,6 +450,7 @@ impl Service for Server {
                 epoch,
                 under_way: 0,
                 full: false,
+                halted: false,
             });
         }
     }
@@ -466,6 +476,25 @@ impl Service for Server {
         }
     }
 
+    fn halt(&mut self, scope: Scope) {
+        for lane in self.lanes.iter_mut().flatten() {
+            lane.halted |= scope == Scope::All || scope == Scope::Queue(lane.queue.index());
+        }
+    }
+
+    fn take_back(&mut self, scope: Scope) -> Vec<(u16, Queue)> {
+        let concerned =
+            |lane: &mut Lane| scope == Scope::All || scope == Scope::Queue(lane.queue.index());
+        self.lanes
+            .iter_mut()
+            .filter_map(|lane| lane.take_if(concerned))
+            .map(|mut lane| {
+                lane.queue.signal();
+                (lane.queue.index(), lane.queue.into_queue())
+            })
+            .collect()
+    }
+
     fn kick(&mut self, index: u16) -> Progress {
         let progress = self.take_requests(index);
         match (progress, self.settle()) {
@@ -484,6 +513,7 @@ impl Service for Server {
 
     fn end(self: Box<Self>) {
         if let Err(error) = self.engine.close() {
+            count(&self.metrics.failed, 1);
             tracing::error!("closing a disk: {error}");
         }
     }

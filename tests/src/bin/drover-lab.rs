@@ -404,7 +404,8 @@ fn bench_block(
     options: &bench::block::Options,
     json: &Path,
 ) -> io::Result<ExitCode> {
-    let report = bench::block::run(&place.folder, options).map_err(io::Error::other)?;
+    let report = bench::block::run(&place.folder, &place.programs.join("drover"), options)
+        .map_err(io::Error::other)?;
     fs::write(json, serde_json::to_string_pretty(&report)? + "\n")?;
     println!("{}", json.display());
     Ok(ExitCode::SUCCESS)

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use crate::DiskSpec;
+use crate::budget::CacheCounts;
 use crate::buffers::{Buffers, SharedBuffer};
 use crate::chain::{Chain, Image, Located};
 use crate::error::{Error, ErrorKind, IoError};
@@ -130,7 +131,7 @@ impl Disk {
     /// Those of [`Disk::open`], and what the host says where it allows no io_uring or no more threads.
     pub fn open_with(spec: &DiskSpec, options: impl Into<DiskOptions>) -> Result<Self, Error> {
         let options = options.into();
-        let chain = Chain::open(spec)?;
+        let chain = Chain::open(spec, &options.cache)?;
         let path = &spec.top.path;
         let queue = match options.engine {
             IoEngine::Inline => None,
@@ -148,7 +149,7 @@ impl Disk {
     /// [`Disk::open`] with transfers in an order that `seed` chooses.
     #[cfg(test)]
     pub(crate) fn open_shuffled(spec: &DiskSpec, seed: u64) -> Result<Self, Error> {
-        let chain = Chain::open(spec)?;
+        let chain = Chain::open(spec, &DiskOptions::default().cache)?;
         Ok(Self::new(chain, spec, Some(Queue::shuffle(seed))))
     }
 
@@ -200,6 +201,12 @@ impl Disk {
     #[must_use]
     pub fn discard_granularity(&self) -> u64 {
         self.top().discard_granularity()
+    }
+
+    /// How often the disk's tables were found in memory; counted on while the disk is open.
+    #[must_use]
+    pub fn cache_counts(&self) -> Arc<CacheCounts> {
+        Arc::clone(self.core().chain.counts())
     }
 
     /// Begins a request; its completion comes from [`Disk::poll`], which has to be called after a batch of these: it is what

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::budget::CacheBudget;
 use crate::io::queue::Queue;
 
 /// What performs the transfers of a disk.
@@ -50,6 +51,8 @@ pub struct DiskOptions {
     pub engine: IoEngine,
     /// What becomes of zeros that a guest writes.
     pub detect_zeroes: DetectZeroes,
+    /// What the caches of tables may take, together with those of other disks.
+    pub cache: CacheBudget,
 }
 
 impl From<IoEngine> for DiskOptions {

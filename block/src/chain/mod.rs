@@ -8,8 +8,10 @@
 //!
 //! Which files these are is the matter of [`open`].
 
+mod merged;
 mod open;
 
+use self::merged::{Answer, Merged};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
@@ -55,6 +57,11 @@ impl Image {
         }
     }
 
+    /// log2 of what is mapped as one, a cluster or subcluster; `None` where all of the image is.
+    fn unit_bits(&self) -> Option<u32> {
+        self.header().map(|header| header.geometry.unit_bits())
+    }
+
     fn header(&self) -> Option<&Header> {
         match self {
             Self::Raw(_) => None,
@@ -80,6 +87,8 @@ impl Image {
 /// The images of a disk, the top one first.
 pub(crate) struct Chain {
     layers: Vec<Image>,
+    /// What the layers that nobody writes say together; `None` where that would be no gain.
+    merged: Option<Merged>,
     counts: Arc<CacheCounts>,
 }
 
@@ -90,13 +99,6 @@ pub(crate) struct Located {
     /// Number of the layer, 0 for the top.
     pub(crate) depth: usize,
     pub(crate) mapping: Mapping,
-}
-
-/// A part of a read that one layer is going to answer.
-struct Piece<'a> {
-    layer: usize,
-    offset: u64,
-    span: Span<'a>,
 }
 
 impl Chain {
@@ -135,75 +137,38 @@ impl Chain {
 
     /// Reads guest bytes; their clusters in the top image are held.
     pub(crate) async fn read_held(&self, offset: u64, span: Span<'_>) -> Result<(), IoError> {
-        let mut piece = Piece {
-            layer: 0,
-            offset,
-            span,
-        };
-        // The common case is one extent in one layer, and never gets as far as allocating this.
-        let mut later = Vec::new();
-        loop {
-            let Some(image) = self.layers.get(piece.layer) else {
-                piece.span.fill_zero();
-                let Some(next) = later.pop() else {
-                    return Ok(());
-                };
-                piece = next;
-                continue;
-            };
-            let length = piece.span.len() as u64;
-            let inside = image.size().saturating_sub(piece.offset).min(length);
-            if inside < length && piece.layer > 0 {
-                // A shorter layer below reads as zero past its end.
-                piece
-                    .span
-                    .part(inside as usize, piece.span.len())
-                    .fill_zero();
-                piece.span = piece.span.part(0, inside as usize);
-            }
-            if piece.span.len() > 0 {
-                let extent = image.map(piece.offset, piece.span.len() as u64).await?;
-                let taken = extent.length as usize;
-                if taken < piece.span.len() {
-                    later.push(Piece {
-                        layer: piece.layer,
-                        offset: piece.offset + extent.length,
-                        span: piece.span.part(taken, piece.span.len()),
-                    });
-                    piece.span = piece.span.part(0, taken);
-                }
-                if matches!(extent.mapping, Mapping::Below | Mapping::BelowKept { .. }) {
-                    piece.layer += 1;
-                    continue;
-                }
-                self.read_extent(image, extent.mapping, &piece).await?;
-            }
-            let Some(next) = later.pop() else {
-                return Ok(());
-            };
-            piece = next;
+        let length = span.len() as u64;
+        let mut done = 0;
+        while done < length {
+            let located = self.locate(offset + done, length - done).await?;
+            let part = span.part(done as usize, located.length as usize);
+            self.read_located(&located, offset + done, part).await?;
+            done += located.length;
         }
+        Ok(())
     }
 
-    async fn read_extent(
+    async fn read_located(
         &self,
-        image: &Image,
-        mapping: Mapping,
-        piece: &Piece<'_>,
+        located: &Located,
+        offset: u64,
+        span: Span<'_>,
     ) -> Result<(), IoError> {
-        match (mapping, image) {
+        let Some(image) = self.layers.get(located.depth) else {
+            span.fill_zero();
+            return Ok(());
+        };
+        match (located.mapping, image) {
             (Mapping::Data { host, .. }, _) => {
-                let read = image.file().read(host, piece.span).await;
+                let read = image.file().read(host, span).await;
                 read.map_err(|e| IoError::host("read guest data", host, &e))?;
             }
             (Mapping::Compressed { host, bytes }, Image::Qcow2(qcow2)) => {
                 let cluster = qcow2.inflate(host, bytes).await?;
-                let skip = piece.offset as usize & (cluster.len() - 1);
-                piece
-                    .span
-                    .copy_from(cluster.get(skip..).unwrap_or_default());
+                let skip = offset as usize & (cluster.len() - 1);
+                span.copy_from(cluster.get(skip..).unwrap_or_default());
             }
-            _ => piece.span.fill_zero(),
+            _ => span.fill_zero(),
         }
         Ok(())
     }
@@ -211,6 +176,7 @@ impl Chain {
     /// Which layer answers for the first bytes of a range, and how.
     pub(crate) async fn locate(&self, offset: u64, length: u64) -> Result<Located, IoError> {
         let mut length = length;
+        let mut merged = self.merged.as_ref();
         for (depth, image) in self.layers.iter().enumerate() {
             let inside = match depth {
                 0 => length,
@@ -223,7 +189,13 @@ impl Chain {
                     mapping: Mapping::Zero,
                 });
             }
-            let extent = image.map(offset, inside).await?;
+            length = inside;
+            if let Some(merged) = merged.take_if(|merged| merged.first() == depth)
+                && let Answer::Located(located) = merged.find(&self.layers, offset, length).await?
+            {
+                return Ok(located);
+            }
+            let extent = image.map(offset, length).await?;
             length = extent.length;
             if !matches!(extent.mapping, Mapping::Below | Mapping::BelowKept { .. }) {
                 return Ok(Located {
@@ -242,29 +214,16 @@ impl Chain {
 
     /// Whether a range is known to read as zero from the tables alone.
     pub(crate) async fn is_zero(&self, offset: u64, length: u64) -> Result<bool, IoError> {
-        let mut work = vec![(0, offset, length)];
-        while let Some((layer, offset, length)) = work.pop() {
-            let Some(image) = self.layers.get(layer) else {
-                continue;
-            };
-            let inside = match layer {
-                0 => length,
-                _ => image.size().saturating_sub(offset).min(length),
-            };
-            if inside == 0 {
-                continue;
+        let mut done = 0;
+        while done < length {
+            let located = self.locate(offset + done, length - done).await?;
+            if matches!(
+                located.mapping,
+                Mapping::Data { .. } | Mapping::Compressed { .. }
+            ) {
+                return Ok(false);
             }
-            let extent = image.map(offset, inside).await?;
-            if extent.length < inside {
-                work.push((layer, offset + extent.length, inside - extent.length));
-            }
-            match extent.mapping {
-                Mapping::Below | Mapping::BelowKept { .. } => {
-                    work.push((layer + 1, offset, extent.length));
-                }
-                Mapping::Zero | Mapping::ZeroKept { .. } => {}
-                Mapping::Data { .. } | Mapping::Compressed { .. } => return Ok(false),
-            }
+            done += located.length;
         }
         Ok(true)
     }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 
+use super::merged::Merged;
 use super::{Chain, Image, MAX_LAYERS};
 use crate::budget::{CacheBudget, CacheCounts};
 use crate::error::{Error, ErrorKind};
@@ -60,6 +61,8 @@ struct Opener {
     seen: Vec<(u64, u64)>,
     budget: CacheBudget,
     counts: Arc<CacheCounts>,
+    /// Layers that may be written, from the top on.
+    written: usize,
 }
 
 impl Opener {
@@ -69,12 +72,15 @@ impl Opener {
             seen: Vec::new(),
             budget: budget.clone(),
             counts: Arc::default(),
+            written: 0,
         }
     }
 
     fn finish(self) -> Chain {
+        let merged = Merged::new(&self.layers, self.written, &self.budget, &self.counts);
         Chain {
             layers: self.layers,
+            merged,
             counts: self.counts,
         }
     }
@@ -92,6 +98,7 @@ impl Opener {
         }
         self.seen.push(identity);
         file.lock(access)?;
+        self.written += usize::from(access == Access::Write);
         self.layers.push(match format {
             Format::Raw => Image::Raw(Raw::open(file)?),
             Format::Qcow2 => {

@@ -18,11 +18,12 @@ use crate::DiskSpec;
 use crate::budget::CacheCounts;
 use crate::buffers::{Buffers, SharedBuffer};
 use crate::chain::{Chain, Image, Located};
-use crate::error::{Error, ErrorKind, IoError};
+use crate::error::{Error, ErrorClass, ErrorKind, IoError};
 use crate::io::queue::Queue;
 use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::task::{self, Executor, Kind, Serve};
+use crate::timer::Timer;
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
 #[derive(Debug)]
@@ -77,6 +78,16 @@ pub struct Completion {
     pub tag: u64,
     /// How it ended.
     pub result: Result<(), IoError>,
+    /// What a request was that failed, for whoever wants to try it again. Until this is dropped the memory is the request's.
+    pub op: Option<Op>,
+}
+
+impl Completion {
+    fn new(tag: u64, result: Result<(), IoError>, op: Op) -> Self {
+        // The memory of one that succeeded belongs to the guest again before it hears of the end.
+        let op = result.is_err().then_some(op);
+        Self { tag, result, op }
+    }
 }
 
 /// Failures of one disk that are logged; later ones are only counted by whoever serves the disk.
@@ -93,9 +104,7 @@ impl Serve<Request, Completion> for Core {
     async fn serve(core: Rc<Self>, request: Request) -> Completion {
         let Request { tag, op } = request;
         let result = core.run(&op).await;
-        // The memory belongs to the guest again before it hears of the end.
-        drop(op);
-        Completion { tag, result }
+        Completion::new(tag, result, op)
     }
 }
 
@@ -104,6 +113,8 @@ pub struct Disk {
     executor: Executor<Core, Request, Completion>,
     /// What transfers wait in; absent with the inline engine.
     queue: Option<Arc<Queue>>,
+    /// What waits for a time: absent with the inline engine.
+    timer: Option<Arc<Timer>>,
     pub(crate) done: Vec<Completion>,
     failures: u32,
     closed: bool,
@@ -131,7 +142,7 @@ impl Disk {
     /// Those of [`Disk::open`], and what the host says where it allows no io_uring or no more threads.
     pub fn open_with(spec: &DiskSpec, options: impl Into<DiskOptions>) -> Result<Self, Error> {
         let options = options.into();
-        let chain = Chain::open(spec, &options.cache)?;
+        let chain = Chain::open(spec, 1, &options.cache)?;
         let path = &spec.top.path;
         let queue = match options.engine {
             IoEngine::Inline => None,
@@ -143,13 +154,18 @@ impl Disk {
                 Some(Queue::threads().map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
-        Ok(Self::new(chain, spec, queue))
+        let mut disk = Self::new(chain, spec, queue);
+        if disk.queue.is_some() {
+            let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
+            disk.timer = Some(Arc::new(timer));
+        }
+        Ok(disk)
     }
 
     /// [`Disk::open`] with transfers in an order that `seed` chooses.
     #[cfg(test)]
     pub(crate) fn open_shuffled(spec: &DiskSpec, seed: u64) -> Result<Self, Error> {
-        let chain = Chain::open(spec, &DiskOptions::default().cache)?;
+        let chain = Chain::open(spec, 1, &DiskOptions::default().cache)?;
         Ok(Self::new(chain, spec, Some(Queue::shuffle(seed))))
     }
 
@@ -165,6 +181,7 @@ impl Disk {
                 discard: spec.discard,
             }),
             queue,
+            timer: None,
             done: Vec::new(),
             failures: 0,
             closed: false,
@@ -217,8 +234,7 @@ impl Disk {
             None => {
                 let Request { tag, op } = request;
                 let result = task::complete(self.core().run(&op));
-                drop(op);
-                Some(Completion { tag, result })
+                Some(Completion::new(tag, result, op))
             }
         };
         if let Some(completion) = completion {
@@ -228,6 +244,9 @@ impl Disk {
 
     /// Carries requests on as far as they get, and moves what has completed to the end of `completions`. Never waits.
     pub fn poll(&mut self, completions: &mut Vec<Completion>) {
+        if let Some(timer) = &self.timer {
+            timer.clear_due();
+        }
         self.turn(false);
         completions.append(&mut self.done);
     }
@@ -237,6 +256,13 @@ impl Disk {
     #[must_use]
     pub fn event(&self) -> Option<BorrowedFd<'_>> {
         self.queue.as_deref().and_then(Queue::event)
+    }
+
+    /// Readable when [`Disk::poll`] would get further because a time has come: a limit lets requests go on, or a job its next step.
+    /// To be watched beside [`Disk::event`], and cleared by polling the disk as well. `None` where nothing ever waits.
+    #[must_use]
+    pub fn timer(&self) -> Option<BorrowedFd<'_>> {
+        self.timer.as_deref().map(Timer::fd)
     }
 
     /// Requests submitted whose completion [`Disk::poll`] has not handed out.
@@ -380,7 +406,7 @@ impl Disk {
     /// Changes the size of the disk to `size` bytes, durably.
     pub(crate) fn resize(&mut self, size: u64) -> Result<(), ErrorKind> {
         let core = self.executor.shared();
-        let below = core.chain.below_size();
+        let below = core.chain.below_size(0);
         match core.chain.top() {
             Image::Raw(raw) => {
                 raw.resize(size).map_err(|source| ErrorKind::Io {
@@ -393,15 +419,14 @@ impl Disk {
                 if let Some(obstacle) = qcow2.resize_obstacle(size) {
                     return Err(ErrorKind::Size(obstacle));
                 }
-                Ok(self.drive(qcow2.resize(&core.chain, size, below))?)
+                Ok(self.drive(qcow2.resize(core.chain.view(0), size, below))?)
             }
         }
     }
 
     /// Logs what an operator can act on; a guest that asks for nonsense is not worth a line.
     fn log(&mut self, error: &IoError) {
-        use IoError::{OutOfRange, ReadOnly, Unsupported};
-        if matches!(error, OutOfRange { .. } | ReadOnly | Unsupported(_)) {
+        if error.class() == ErrorClass::Guest {
             return;
         }
         self.failures = self.failures.saturating_add(1);
@@ -438,7 +463,7 @@ impl Core {
                     Image::Raw(raw) => raw.discard(*offset, *length).await,
                     Image::Qcow2(qcow2) => {
                         qcow2
-                            .clear(&self.chain, *offset, *length, Clear::Discard)
+                            .clear(self.chain.view(0), *offset, *length, Clear::Discard)
                             .await
                     }
                 }
@@ -455,7 +480,12 @@ impl Core {
                     Image::Raw(raw) => raw.zero(*offset, *length, unmap).await,
                     Image::Qcow2(qcow2) => {
                         qcow2
-                            .clear(&self.chain, *offset, *length, Clear::Zeroes { unmap })
+                            .clear(
+                                self.chain.view(0),
+                                *offset,
+                                *length,
+                                Clear::Zeroes { unmap },
+                            )
                             .await
                     }
                 }
@@ -478,7 +508,11 @@ impl Core {
         match self.chain.top() {
             _ if buffers.is_empty() => Ok(()),
             Image::Raw(raw) => raw.write(offset, buffers.span()).await,
-            Image::Qcow2(qcow2) => qcow2.write(&self.chain, offset, buffers.span()).await,
+            Image::Qcow2(qcow2) => {
+                qcow2
+                    .write(self.chain.view(0), offset, buffers.span())
+                    .await
+            }
         }
     }
 

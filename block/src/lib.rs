@@ -29,6 +29,7 @@ mod options;
 mod qcow2;
 mod raw;
 mod task;
+mod timer;
 
 #[cfg(test)]
 mod power_cut;
@@ -41,7 +42,7 @@ pub use budget::{CacheBudget, CacheCounts};
 pub use buffers::{Buffers, RawSlice, SharedBuffer};
 pub use chain::MAX_LAYERS;
 pub use disk::{Completion, Disk, Op, Request};
-pub use error::{Error, ErrorKind, IoError};
+pub use error::{Error, ErrorClass, ErrorKind, IoError};
 pub use options::{DetectZeroes, DiskOptions, IoEngine};
 
 /// The format of an image; always stated, never guessed.

@@ -6,7 +6,9 @@
 //!   layer 2   base       read only    ■ ■ ■ ■|         past its end: zero
 //! ```
 //!
-//! Which files these are is the matter of [`open`].
+//! While the top is merged into the layer below it, layer 1 is written, too; each layer that is written sees the chain from itself
+//! downwards ([`View`]). What the others say is put together once, in the merged map ([`merged`]). Which files these are is the matter of
+//! [`open`].
 
 mod merged;
 mod open;
@@ -92,6 +94,25 @@ pub(crate) struct Chain {
     counts: Arc<CacheCounts>,
 }
 
+/// A chain as one of its layers sees it: that layer and those below it.
+#[derive(Clone, Copy)]
+pub(crate) struct View<'a> {
+    chain: &'a Chain,
+    first: usize,
+}
+
+impl View<'_> {
+    /// [`Chain::read_held`] from this layer on; the clusters of this layer are held.
+    pub(crate) async fn read_held(self, offset: u64, span: Span<'_>) -> Result<(), IoError> {
+        self.chain.read_from(self.first, offset, span).await
+    }
+
+    /// Whether a range is known to read as zero from the tables alone.
+    pub(crate) async fn is_zero(self, offset: u64, length: u64) -> Result<bool, IoError> {
+        self.chain.is_zero_from(self.first, offset, length).await
+    }
+}
+
 /// Where the first bytes of a range come from: [`Mapping::Below`] where no layer has them.
 pub(crate) struct Located {
     /// At least 1.
@@ -105,6 +126,11 @@ impl Chain {
     /// How often tables were found in memory.
     pub(crate) fn counts(&self) -> &Arc<CacheCounts> {
         &self.counts
+    }
+
+    /// The chain as the layer of this number sees it.
+    pub(crate) fn view(&self, first: usize) -> View<'_> {
+        View { chain: self, first }
     }
 
     /// The image that is written.
@@ -130,17 +156,23 @@ impl Chain {
         }
     }
 
-    /// Size of the layer under the top; 0 without one.
-    pub(crate) fn below_size(&self) -> u64 {
-        self.layers.get(1).map_or(0, Image::size)
+    /// Size of the layer under layer `depth`; 0 without one.
+    pub(crate) fn below_size(&self, depth: usize) -> u64 {
+        self.layers.get(depth + 1).map_or(0, Image::size)
     }
 
     /// Reads guest bytes; their clusters in the top image are held.
     pub(crate) async fn read_held(&self, offset: u64, span: Span<'_>) -> Result<(), IoError> {
+        self.read_from(0, offset, span).await
+    }
+
+    async fn read_from(&self, first: usize, offset: u64, span: Span<'_>) -> Result<(), IoError> {
         let length = span.len() as u64;
         let mut done = 0;
         while done < length {
-            let located = self.locate(offset + done, length - done).await?;
+            let located = self
+                .locate_from(first, offset + done, length - done)
+                .await?;
             let part = span.part(done as usize, located.length as usize);
             self.read_located(&located, offset + done, part).await?;
             done += located.length;
@@ -175,11 +207,20 @@ impl Chain {
 
     /// Which layer answers for the first bytes of a range, and how.
     pub(crate) async fn locate(&self, offset: u64, length: u64) -> Result<Located, IoError> {
+        self.locate_from(0, offset, length).await
+    }
+
+    async fn locate_from(
+        &self,
+        first: usize,
+        offset: u64,
+        length: u64,
+    ) -> Result<Located, IoError> {
         let mut length = length;
         let mut merged = self.merged.as_ref();
-        for (depth, image) in self.layers.iter().enumerate() {
+        for (depth, image) in self.layers.iter().enumerate().skip(first) {
             let inside = match depth {
-                0 => length,
+                _ if depth == first => length,
                 _ => image.size().saturating_sub(offset).min(length),
             };
             if inside == 0 {
@@ -212,11 +253,12 @@ impl Chain {
         })
     }
 
-    /// Whether a range is known to read as zero from the tables alone.
-    pub(crate) async fn is_zero(&self, offset: u64, length: u64) -> Result<bool, IoError> {
+    async fn is_zero_from(&self, first: usize, offset: u64, length: u64) -> Result<bool, IoError> {
         let mut done = 0;
         while done < length {
-            let located = self.locate(offset + done, length - done).await?;
+            let located = self
+                .locate_from(first, offset + done, length - done)
+                .await?;
             if matches!(
                 located.mapping,
                 Mapping::Data { .. } | Mapping::Compressed { .. }

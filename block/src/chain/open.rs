@@ -21,17 +21,17 @@ use crate::raw::Raw;
 use crate::{Backing, Cache, DiskSpec, Format, Layer};
 
 impl Chain {
-    /// Opens and locks every layer.
-    pub(crate) fn open(spec: &DiskSpec, budget: &CacheBudget) -> Result<Self, Error> {
-        let mut opener = Opener::new(budget);
+    /// Opens and locks every layer, the top `writable` ones for writing unless the disk is read-only.
+    pub(crate) fn open(
+        spec: &DiskSpec,
+        writable: usize,
+        budget: &CacheBudget,
+    ) -> Result<Self, Error> {
+        let writable = if spec.read_only { 0 } else { writable };
+        let mut opener = Opener::new(writable, budget);
         let top = &spec.top;
-        let access = if spec.read_only {
-            Access::Read
-        } else {
-            Access::Write
-        };
-        let file = BlockFile::open(&top.path, top.cache, !spec.read_only)?;
-        opener.push(file, top.format, access)?;
+        let file = BlockFile::open(&top.path, top.cache, opener.next_is_written())?;
+        opener.push(file, top.format)?;
         match &spec.backing {
             Backing::Explicit(layers) => opener.open_listed(layers)?,
             Backing::FromHeader { cache } => opener.open_named(&top.path, *cache)?,
@@ -48,9 +48,9 @@ impl Chain {
 
     /// Opens the top alone, though its header names a backing file: what it does not have itself reads as zero.
     pub(crate) fn open_alone(top: &Layer) -> Result<Self, Error> {
-        let mut opener = Opener::new(&CacheBudget::process());
+        let mut opener = Opener::new(1, &CacheBudget::process());
         let file = BlockFile::open(&top.path, top.cache, true)?;
-        opener.push(file, top.format, Access::Write)?;
+        opener.push(file, top.format)?;
         Ok(opener.finish())
     }
 }
@@ -61,23 +61,23 @@ struct Opener {
     seen: Vec<(u64, u64)>,
     budget: CacheBudget,
     counts: Arc<CacheCounts>,
-    /// Layers that may be written, from the top on.
-    written: usize,
+    /// How many layers, from the top, are opened for writing.
+    writable: usize,
 }
 
 impl Opener {
-    fn new(budget: &CacheBudget) -> Self {
+    fn new(writable: usize, budget: &CacheBudget) -> Self {
         Self {
             layers: Vec::new(),
             seen: Vec::new(),
             budget: budget.clone(),
             counts: Arc::default(),
-            written: 0,
+            writable,
         }
     }
 
     fn finish(self) -> Chain {
-        let merged = Merged::new(&self.layers, self.written, &self.budget, &self.counts);
+        let merged = Merged::new(&self.layers, self.writable, &self.budget, &self.counts);
         Chain {
             layers: self.layers,
             merged,
@@ -85,7 +85,13 @@ impl Opener {
         }
     }
 
-    fn push(&mut self, file: BlockFile, format: Format, access: Access) -> Result<(), Error> {
+    fn next_is_written(&self) -> bool {
+        self.layers.len() < self.writable
+    }
+
+    fn push(&mut self, file: BlockFile, format: Format) -> Result<(), Error> {
+        let written = self.next_is_written();
+        let access = if written { Access::Write } else { Access::Read };
         let path = file.path().to_owned();
         let refuse = |reason: String| Err(Error::new(&path, ErrorKind::Backing(reason)));
         let stat = rustix::fs::fstat(file.fd()).map_err(|e| Error::io(&path, "examine it", e))?;
@@ -98,12 +104,10 @@ impl Opener {
         }
         self.seen.push(identity);
         file.lock(access)?;
-        self.written += usize::from(access == Access::Write);
         self.layers.push(match format {
             Format::Raw => Image::Raw(Raw::open(file)?),
             Format::Qcow2 => {
-                let writable = access == Access::Write;
-                let qcow2 = Qcow2::open(file, writable, &self.budget, &self.counts)?;
+                let qcow2 = Qcow2::open(file, written, &self.budget, &self.counts)?;
                 Image::Qcow2(Box::new(qcow2))
             }
         });
@@ -119,8 +123,8 @@ impl Opener {
             if let Some(above) = self.last() {
                 check_stated(above, layer)?;
             }
-            let file = BlockFile::open(&layer.path, layer.cache, false)?;
-            self.push(file, layer.format, Access::Read)?;
+            let file = BlockFile::open(&layer.path, layer.cache, self.next_is_written())?;
+            self.push(file, layer.format)?;
         }
         let Some(bottom) = self.last() else {
             return Ok(());
@@ -184,7 +188,7 @@ impl Opener {
             let fd = match rustix::fs::openat2(
                 &root,
                 &relative,
-                open_flags(cache, false),
+                open_flags(cache, self.next_is_written()),
                 Mode::empty(),
                 resolve,
             ) {
@@ -196,11 +200,17 @@ impl Opener {
                     )));
                 }
                 Err(errno) => {
-                    return Err(open_error(&root_path.join(&relative), cache, false, errno));
+                    let written = self.next_is_written();
+                    return Err(open_error(
+                        &root_path.join(&relative),
+                        cache,
+                        written,
+                        errno,
+                    ));
                 }
             };
             let file = BlockFile::from_fd(&root_path.join(&relative), fd, cache)?;
-            self.push(file, format, Access::Read)?;
+            self.push(file, format)?;
             folder = relative.parent().map(Path::to_owned).unwrap_or_default();
         }
     }

@@ -100,21 +100,19 @@ impl Merged {
     }
 
     /// Where the first bytes of a range are, if that is known; at most `length` (not 0) of them.
-    pub(super) async fn find(
-        &self,
-        layers: &[Image],
-        offset: u64,
-        length: u64,
-    ) -> Result<Answer, IoError> {
+    pub(super) async fn find(&self, layers: &[Image], offset: u64, length: u64) -> Answer {
         let number = offset >> self.piece_bits;
         if let Some(answer) = self.look(number, offset, length) {
             self.counts.hit();
-            return Ok(answer);
+            return answer;
         }
         // Whoever wants the same piece waits for it.
         let _turn = self.making.hold(number..number + 1, Kind::Exclusive).await;
         if self.look(number, offset, length).is_none() {
-            let runs = self.make(layers, number).await?;
+            let Ok(runs) = self.make(layers, number).await else {
+                // A table that cannot be read: only those who need it shall hear of it.
+                return Answer::Unknown;
+            };
             self.counts.miss();
             let mut pieces = self.pieces.borrow_mut();
             let bytes = size(&runs);
@@ -131,7 +129,7 @@ impl Merged {
             pieces.insert(number, runs, 0);
         }
         let found = self.look(number, offset, length);
-        Ok(found.unwrap_or(Answer::Unknown))
+        found.unwrap_or(Answer::Unknown)
     }
 
     fn look(&self, number: u64, offset: u64, length: u64) -> Option<Answer> {

@@ -10,6 +10,7 @@
 //! | `budget`, `lru` | what caches may take; who goes first |
 //! | `task` | futures and holds by which requests keep out of each other's way |
 //! | `lock` | who may use an image at the same time |
+//! | `online` | jobs on an open disk, beside its guest's requests: flatten, commit |
 //! | [`image`] | jobs on images: create, resize, info, check |
 //!
 //! Nothing here knows virtio or a guest's memory, and no byte of an image decides what is opened: formats and chains are stated
@@ -25,6 +26,7 @@ pub mod image;
 mod io;
 mod lock;
 mod lru;
+mod online;
 mod options;
 mod qcow2;
 mod raw;
@@ -43,6 +45,7 @@ pub use buffers::{Buffers, RawSlice, SharedBuffer};
 pub use chain::MAX_LAYERS;
 pub use disk::{Completion, Disk, Op, Request};
 pub use error::{Error, ErrorClass, ErrorKind, IoError};
+pub use online::{Job, JobError, JobHandle, JobProgress, JobState};
 pub use options::{DetectZeroes, DiskOptions, IoEngine};
 
 /// The format of an image; always stated, never guessed.

@@ -26,8 +26,8 @@ use crate::qcow2::header::Header;
 use crate::qcow2::{Extent, Mapping, Qcow2};
 use crate::raw::Raw;
 
-/// The most layers of a chain.
-pub const MAX_LAYERS: usize = 32;
+/// The most layers of a chain: 32 below the top.
+pub const MAX_LAYERS: usize = 33;
 
 /// One image of a chain.
 pub(crate) enum Image {
@@ -89,6 +89,8 @@ impl Image {
 /// The images of a disk, the top one first.
 pub(crate) struct Chain {
     layers: Vec<Image>,
+    /// How many layers, from the top, may change while the chain is open. The others never do.
+    writable: usize,
     /// What the layers that nobody writes say together; `None` where that would be no gain.
     merged: Option<Merged>,
     counts: Arc<CacheCounts>,
@@ -126,6 +128,16 @@ impl Chain {
     /// How often tables were found in memory.
     pub(crate) fn counts(&self) -> &Arc<CacheCounts> {
         &self.counts
+    }
+
+    /// How many layers, from the top, may change while the chain is open.
+    pub(crate) fn writable(&self) -> usize {
+        self.writable
+    }
+
+    /// The layer of this number, 0 for the top.
+    pub(crate) fn layer(&self, depth: usize) -> Option<&Image> {
+        self.layers.get(depth)
     }
 
     /// The chain as the layer of this number sees it.

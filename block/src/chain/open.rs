@@ -45,14 +45,6 @@ impl Chain {
         }
         Ok(chain)
     }
-
-    /// Opens the top alone, though its header names a backing file: what it does not have itself reads as zero.
-    pub(crate) fn open_alone(top: &Layer) -> Result<Self, Error> {
-        let mut opener = Opener::new(1, &CacheBudget::process());
-        let file = BlockFile::open(&top.path, top.cache, true)?;
-        opener.push(file, top.format)?;
-        Ok(opener.finish())
-    }
 }
 
 /// Collects layers, top first.
@@ -80,6 +72,7 @@ impl Opener {
         let merged = Merged::new(&self.layers, self.writable, &self.budget, &self.counts);
         Chain {
             layers: self.layers,
+            writable: self.writable,
             merged,
             counts: self.counts,
         }

@@ -39,7 +39,7 @@ pub use buffers::{Buffers, RawSlice, SharedBuffer};
 pub use chain::MAX_LAYERS;
 pub use disk::{Completion, Disk, Op, Request};
 pub use error::{Error, ErrorClass, ErrorKind, IoError};
-pub use options::{DetectZeroes, DiskOptions, IoEngine};
+pub use options::{DetectZeroes, DiskOptions, IoEngine, ThreadStart};
 
 /// The format of an image; always stated, never guessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

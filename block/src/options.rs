@@ -1,5 +1,7 @@
 //! How a disk works, beside which files it is made of: what moves its bytes, what it spares, what it may use.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use crate::io::queue::Queue;
@@ -50,6 +52,30 @@ pub struct DiskOptions {
     pub engine: IoEngine,
     /// What becomes of zeros that a guest writes.
     pub detect_zeroes: DetectZeroes,
+    /// Run first by each thread of [`IoEngine::Threads`]: a sandbox narrows itself there.
+    pub thread_start: Option<ThreadStart>,
+}
+
+/// What a thread does first.
+#[derive(Clone)]
+pub struct ThreadStart(Arc<dyn Fn() + Send + Sync>);
+
+impl ThreadStart {
+    /// `start` runs on each new thread, before anything else.
+    #[must_use]
+    pub fn new(start: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(start))
+    }
+
+    pub(crate) fn run(&self) {
+        (self.0)();
+    }
+}
+
+impl std::fmt::Debug for ThreadStart {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ThreadStart")
+    }
 }
 
 impl From<IoEngine> for DiskOptions {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::budget::CacheBudget;
 use crate::io::queue::Queue;
 
 /// What performs the transfers of a disk.
@@ -52,6 +53,11 @@ pub struct DiskOptions {
     pub engine: IoEngine,
     /// What becomes of zeros that a guest writes.
     pub detect_zeroes: DetectZeroes,
+    /// What the caches of tables may take, together with those of other disks.
+    pub cache: CacheBudget,
+    /// The layer below the top is written, too, so that the top can be committed to it ([`Job::Commit`](crate::Job::Commit)). It is
+    /// made as large as the top when the disk is opened, and has to be listed in the definition.
+    pub commit_below: bool,
     /// Run first by each thread of [`IoEngine::Threads`]: a sandbox narrows itself there.
     pub thread_start: Option<ThreadStart>,
 }

@@ -52,6 +52,7 @@ impl Opener {
                 ZeroesConfig::Unmap => DetectZeroes::Unmap,
             },
             thread_start: Some(self.thread_start.clone()),
+            ..DiskOptions::default()
         }
     }
 }

@@ -22,6 +22,7 @@ use crate::io::queue::Queue;
 use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::task::{self, Executor, Kind, Serve};
+use crate::throttle::Admission;
 use crate::timer::Timer;
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
@@ -82,6 +83,9 @@ pub struct Completion {
 /// Failures of one disk that are logged; later ones are only counted by whoever serves the disk.
 const LOGGED_FAILURES: u32 = 32;
 
+/// How long, in nanoseconds, one who waits for a limit sleeps before it looks after the transfers of others.
+const A_MOMENT: u64 = 5_000_000;
+
 /// What requests share.
 struct Core {
     chain: Chain,
@@ -104,8 +108,10 @@ pub struct Disk {
     executor: Executor<Core, Request, Completion>,
     /// What transfers wait in; absent with the inline engine.
     queue: Option<Arc<Queue>>,
-    /// What waits for a time: absent with the inline engine.
+    /// What is waited for a time with: absent with the inline engine and no limits.
     timer: Option<Arc<Timer>>,
+    /// Requests that a limit holds up.
+    admission: Option<Admission>,
     pub(crate) done: Vec<Completion>,
     failures: u32,
     closed: bool,
@@ -146,9 +152,12 @@ impl Disk {
             }
         };
         let mut disk = Self::new(chain, spec, queue);
-        if disk.queue.is_some() {
+        if disk.queue.is_some() || options.throttle.is_some() {
             let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
-            disk.timer = Some(Arc::new(timer));
+            let timer = Arc::new(timer);
+            let throttle = options.throttle.as_ref();
+            disk.admission = throttle.map(|throttle| Admission::new(throttle, &timer));
+            disk.timer = Some(timer);
         }
         Ok(disk)
     }
@@ -173,6 +182,7 @@ impl Disk {
             }),
             queue,
             timer: None,
+            admission: None,
             done: Vec::new(),
             failures: 0,
             closed: false,
@@ -214,6 +224,16 @@ impl Disk {
     /// Begins a request; its completion comes from [`Disk::poll`], which has to be called after a batch of these: it is what
     /// hands the transfers to the host.
     pub fn submit(&mut self, request: Request) {
+        let request = match &mut self.admission {
+            Some(admission) => admission.admit(request),
+            None => Some(request),
+        };
+        if let Some(request) = request {
+            self.begin(request);
+        }
+    }
+
+    fn begin(&mut self, request: Request) {
         let completion = match &self.queue {
             Some(_) => self.executor.start(request),
             None => {
@@ -232,6 +252,9 @@ impl Disk {
     pub fn poll(&mut self, completions: &mut Vec<Completion>) {
         if let Some(timer) = &self.timer {
             timer.clear_due();
+        }
+        while let Some((request, _)) = self.admission.as_mut().and_then(Admission::next) {
+            self.begin(request);
         }
         self.turn(false);
         completions.append(&mut self.done);
@@ -254,7 +277,17 @@ impl Disk {
     /// Requests submitted whose completion [`Disk::poll`] has not handed out.
     #[must_use]
     pub fn in_flight(&self) -> usize {
-        self.executor.running() + self.done.len()
+        let waiting = self.admission.as_ref().map_or(0, Admission::waiting);
+        waiting + self.executor.running() + self.done.len()
+    }
+
+    /// Begins the requests that wait for a limit, for a disk that is about to be stopped or closed: draining it should take no longer
+    /// than its transfers. What comes later pays for it with a longer wait.
+    pub fn release_waiting(&mut self) {
+        let waiting = self.admission.as_mut().map(Admission::release);
+        for request in waiting.into_iter().flatten() {
+            self.begin(request);
+        }
     }
 
     /// Runs one request to its end, for whoever has nothing else to do meanwhile.
@@ -262,6 +295,13 @@ impl Disk {
     /// # Errors
     /// As its completion would tell.
     pub fn execute(&mut self, op: &Op) -> Result<(), IoError> {
+        let wait = self.admission.as_ref().and_then(|a| a.wait_for(op));
+        while wait.as_ref().is_some_and(|wait| !wait.is_over()) {
+            self.turn(false);
+            if let Some(timer) = &self.timer {
+                timer.sleep(A_MOMENT);
+            }
+        }
         let core = self.executor.shared();
         self.drive(core.run(op))
     }
@@ -278,6 +318,7 @@ impl Disk {
 
     /// Waits for every request and leaves nothing to be done.
     fn settle(&mut self) -> Result<(), IoError> {
+        self.release_waiting();
         while self.executor.running() > 0 {
             self.turn(true);
         }

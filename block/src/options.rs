@@ -1,8 +1,11 @@
 //! How a disk works, beside which files it is made of: what moves its bytes, what it spares, what it may use.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use crate::io::queue::Queue;
+use crate::throttle::Throttle;
 
 /// What performs the transfers of a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,6 +53,8 @@ pub struct DiskOptions {
     pub engine: IoEngine,
     /// What becomes of zeros that a guest writes.
     pub detect_zeroes: DetectZeroes,
+    /// Limits to keep to, alone or with the other disks that were given the same ones.
+    pub throttle: Option<Arc<Throttle>>,
 }
 
 impl From<IoEngine> for DiskOptions {

@@ -29,7 +29,6 @@ pub(crate) enum Alarm {
     /// Requests that wait for a limit.
     Limit,
     /// A job that keeps to its rate.
-    #[allow(dead_code, reason = "jobs come next")]
     Job,
 }
 
@@ -65,7 +64,6 @@ impl Timer {
     }
 
     /// Sets when an alarm goes off, by [`now`]; a time that is over makes it go off at once. `None` clears it.
-    #[allow(dead_code, reason = "limits and jobs come next")]
     pub(crate) fn set(&self, alarm: Alarm, at: Option<u64>) {
         let mut alarms = self.alarms();
         if let Some(slot) = alarms.get_mut(alarm as usize) {

@@ -106,37 +106,40 @@ struct Piece<'a> {
 impl Chain {
     /// Opens and locks every layer.
     pub(crate) fn open(spec: &DiskSpec) -> Result<Self, Error> {
-        let mut opener = Opener::default();
-        let top = &spec.top;
         let access = if spec.read_only {
             Access::Read
         } else {
             Access::Write
         };
-        let file = BlockFile::open(&top.path, top.cache, !spec.read_only)?;
-        opener.push(file, top.format, access)?;
-        match &spec.backing {
-            Backing::Explicit(layers) => opener.open_listed(layers)?,
-            Backing::FromHeader { cache } => opener.open_named(&top.path, *cache)?,
-        }
-        let mut layers = opener.layers;
-        let last = layers.len() - 1;
-        for (n, layer) in layers.iter_mut().enumerate() {
-            if let Image::Qcow2(qcow2) = layer {
-                qcow2.set_below(n < last);
-            }
-        }
-        Ok(Self { layers })
+        Self::open_layers(spec, Some(access))
     }
 
-    /// Opens the top alone, though its header names a backing file: what it does not have itself reads as zero.
-    pub(crate) fn open_alone(top: &Layer) -> Result<Self, Error> {
+    fn open_layers(spec: &DiskSpec, access: Option<Access>) -> Result<Self, Error> {
+        let mut opener = Opener::default();
+        let top = &spec.top;
+        let file = BlockFile::open(&top.path, top.cache, access == Some(Access::Write))?;
+        opener.push(file, top.format, access)?;
+        opener.open_below(&top.path, &spec.backing)?;
+        Ok(opener.finish())
+    }
+
+    /// Opens every layer for reading, of which the caller has locked the top.
+    pub(crate) fn open_locked(spec: &DiskSpec) -> Result<Self, Error> {
+        Self::open_layers(spec, None)
+    }
+
+    /// Opens the top for writing over another disk than its header names, or over nothing: what it does not have itself reads as
+    /// zero then.
+    pub(crate) fn open_over(top: &Layer, below: Option<&DiskSpec>) -> Result<Self, Error> {
         let mut opener = Opener::default();
         let file = BlockFile::open(&top.path, top.cache, true)?;
-        opener.push(file, top.format, Access::Write)?;
-        Ok(Self {
-            layers: opener.layers,
-        })
+        opener.push(file, top.format, Some(Access::Write))?;
+        if let Some(DiskSpec { top, backing, .. }) = below {
+            let file = BlockFile::open(&top.path, top.cache, false)?;
+            opener.push(file, top.format, Some(Access::Read))?;
+            opener.open_below(&top.path, backing)?;
+        }
+        Ok(opener.finish())
     }
 
     /// The image that is written.
@@ -312,7 +315,13 @@ struct Opener {
 }
 
 impl Opener {
-    fn push(&mut self, file: BlockFile, format: Format, access: Access) -> Result<(), Error> {
+    /// Adds a file, locked unless the caller has done that.
+    fn push(
+        &mut self,
+        file: BlockFile,
+        format: Format,
+        access: Option<Access>,
+    ) -> Result<(), Error> {
         let path = file.path().to_owned();
         let refuse = |reason: String| Err(Error::new(&path, ErrorKind::Backing(reason)));
         let stat = rustix::fs::fstat(file.fd()).map_err(|e| Error::io(&path, "examine it", e))?;
@@ -324,12 +333,34 @@ impl Opener {
             return refuse(format!("the chain has more than {MAX_LAYERS} layers"));
         }
         self.seen.push(identity);
-        file.lock(access)?;
+        if let Some(access) = access {
+            file.lock(access)?;
+        }
         self.layers.push(match format {
             Format::Raw => Image::Raw(Raw::open(file)?),
-            Format::Qcow2 => Image::Qcow2(Box::new(Qcow2::open(file, access == Access::Write)?)),
+            Format::Qcow2 => {
+                Image::Qcow2(Box::new(Qcow2::open(file, access == Some(Access::Write))?))
+            }
         });
         Ok(())
+    }
+
+    fn open_below(&mut self, above: &Path, backing: &Backing) -> Result<(), Error> {
+        match backing {
+            Backing::Explicit(layers) => self.open_listed(layers),
+            Backing::FromHeader { cache } => self.open_named(above, *cache),
+        }
+    }
+
+    fn finish(self) -> Chain {
+        let mut layers = self.layers;
+        let last = layers.len().saturating_sub(1);
+        for (n, layer) in layers.iter_mut().enumerate() {
+            if let Image::Qcow2(qcow2) = layer {
+                qcow2.set_below(n < last);
+            }
+        }
+        Chain { layers }
     }
 
     fn last(&self) -> Option<&Image> {
@@ -342,7 +373,7 @@ impl Opener {
                 check_stated(above, layer)?;
             }
             let file = BlockFile::open(&layer.path, layer.cache, false)?;
-            self.push(file, layer.format, Access::Read)?;
+            self.push(file, layer.format, Some(Access::Read))?;
         }
         let Some(bottom) = self.last() else {
             return Ok(());
@@ -422,7 +453,7 @@ impl Opener {
                 }
             };
             let file = BlockFile::from_fd(&root_path.join(&relative), fd, cache)?;
-            self.push(file, format, Access::Read)?;
+            self.push(file, format, Some(Access::Read))?;
             folder = relative.parent().map(Path::to_owned).unwrap_or_default();
         }
     }

@@ -21,6 +21,7 @@ use crate::error::{Error, ErrorKind, IoError};
 use crate::io::queue::Queue;
 use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
+use crate::qcow2::relabel::Label;
 use crate::task::{self, Executor, Kind, Serve};
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
@@ -327,9 +328,14 @@ impl Disk {
         }
     }
 
-    /// The top image of a disk alone; see [`Chain::open_alone`].
-    pub(crate) fn open_alone(spec: &DiskSpec) -> Result<Self, Error> {
-        Ok(Self::new(Chain::open_alone(&spec.top)?, spec, None))
+    /// The disk as it is read, whose top the caller has locked; see [`Chain::open_locked`].
+    pub(crate) fn open_locked(spec: &DiskSpec) -> Result<Self, Error> {
+        Ok(Self::new(Chain::open_locked(spec)?, spec, None))
+    }
+
+    /// The top image over something else than its header says; see [`Chain::open_over`].
+    pub(crate) fn open_over(spec: &DiskSpec, below: Option<&DiskSpec>) -> Result<Self, Error> {
+        Ok(Self::new(Chain::open_over(&spec.top, below)?, spec, None))
     }
 
     /// Which layer answers for the first bytes of a range.
@@ -367,6 +373,28 @@ impl Disk {
         match core.chain.top() {
             Image::Raw(_) => Ok(()),
             Image::Qcow2(qcow2) => self.drive(qcow2.forget_backing()),
+        }
+    }
+
+    /// Makes the header of the top image name another layer below, or none, durably and in one step.
+    pub(crate) fn relabel(&mut self, label: Option<Label<'_>>) -> Result<(), ErrorKind> {
+        let core = self.executor.shared();
+        match core.chain.top() {
+            Image::Raw(_) => Err(ErrorKind::Backing(
+                "a raw image has no backing files".into(),
+            )),
+            Image::Qcow2(qcow2) => self.drive(qcow2.relabel(label)),
+        }
+    }
+
+    /// Bytes of a cluster of the top image, and the version of its format; `None` for a raw one.
+    pub(crate) fn cluster_size(&self) -> Option<(u64, u32)> {
+        match self.top() {
+            Image::Raw(_) => None,
+            Image::Qcow2(qcow2) => {
+                let header = qcow2.header();
+                Some((header.geometry.cluster_size(), header.version))
+            }
         }
     }
 

@@ -38,7 +38,7 @@ pub fn commit(spec: &DiskSpec, monitor: &mut dyn Monitor) -> Result<(), Error> {
     };
     // What is stated has to fit what the headers say, as for any use of the chain.
     drop(super::map::open(spec)?);
-    let mut top = Disk::open_alone(spec)?;
+    let mut top = Disk::open_over(spec, None)?;
     let mut base = Disk::open(&base_spec)?;
     let size = top.size_bytes();
     if base.size_bytes() < size {

@@ -10,6 +10,7 @@ mod info;
 mod job;
 mod layers;
 mod map;
+mod rebase;
 
 pub use crate::qcow2::header::Compression;
 pub(crate) use check::references;
@@ -20,6 +21,7 @@ pub use info::{ImageInfo, info};
 pub use job::{Monitor, Unwatched};
 pub use layers::{commit, flatten};
 pub use map::{Comparison, MapEntry, compare, map};
+pub use rebase::{NewBacking, rebase, rename_backing};
 
 use crate::error::{Error, ErrorKind};
 use crate::{Disk, DiskSpec};

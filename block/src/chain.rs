@@ -6,6 +6,9 @@
 //!   layer 2   base       read only    ■ ■ ■ ■|         past its end: zero
 //! ```
 //!
+//! While the top is merged into the layer below it, layer 1 is written, too (`writable`); each layer that is written
+//! sees the chain from itself downwards ([`View`]).
+//!
 //! Which files these are and what format they have is stated by the caller. A header may only name files where the caller allowed
 //! it, and then only plain paths beneath the folder of the top image ([`Backing::FromHeader`]).
 
@@ -27,8 +30,8 @@ use crate::qcow2::{Extent, Mapping, Qcow2};
 use crate::raw::Raw;
 use crate::{Backing, Cache, DiskSpec, Format, Layer};
 
-/// The most layers of a chain.
-pub const MAX_LAYERS: usize = 32;
+/// The most layers of a chain: 32 below the top.
+pub const MAX_LAYERS: usize = 33;
 
 /// One image of a chain.
 pub(crate) enum Image {
@@ -85,6 +88,27 @@ impl Image {
 /// The images of a disk, the top one first.
 pub(crate) struct Chain {
     layers: Vec<Image>,
+    /// How many layers, from the top, may change while the chain is open. The others never do.
+    writable: usize,
+}
+
+/// A chain as one of its layers sees it: that layer and those below it.
+#[derive(Clone, Copy)]
+pub(crate) struct View<'a> {
+    chain: &'a Chain,
+    first: usize,
+}
+
+impl View<'_> {
+    /// [`Chain::read_held`] from this layer on; the clusters of this layer are held.
+    pub(crate) async fn read_held(self, offset: u64, span: Span<'_>) -> Result<(), IoError> {
+        self.chain.read_from(self.first, offset, span).await
+    }
+
+    /// Whether a range is known to read as zero from the tables alone.
+    pub(crate) async fn is_zero(self, offset: u64, length: u64) -> Result<bool, IoError> {
+        self.chain.is_zero_from(self.first, offset, length).await
+    }
 }
 
 /// Where the first bytes of a range come from: [`Mapping::Below`] where no layer has them.
@@ -104,42 +128,67 @@ struct Piece<'a> {
 }
 
 impl Chain {
-    /// Opens and locks every layer.
-    pub(crate) fn open(spec: &DiskSpec) -> Result<Self, Error> {
-        let access = if spec.read_only {
-            Access::Read
-        } else {
-            Access::Write
-        };
-        Self::open_layers(spec, Some(access))
-    }
-
-    fn open_layers(spec: &DiskSpec, access: Option<Access>) -> Result<Self, Error> {
-        let mut opener = Opener::default();
-        let top = &spec.top;
-        let file = BlockFile::open(&top.path, top.cache, access == Some(Access::Write))?;
-        opener.push(file, top.format, access)?;
-        opener.open_below(&top.path, &spec.backing)?;
-        Ok(opener.finish())
+    /// Opens and locks every layer, the top `writable` ones for writing unless the disk is read-only.
+    pub(crate) fn open(spec: &DiskSpec, writable: usize) -> Result<Self, Error> {
+        let writable = if spec.read_only { 0 } else { writable };
+        Self::open_layers(
+            spec,
+            Opener {
+                writable,
+                ..Opener::default()
+            },
+        )
     }
 
     /// Opens every layer for reading, of which the caller has locked the top.
     pub(crate) fn open_locked(spec: &DiskSpec) -> Result<Self, Error> {
-        Self::open_layers(spec, None)
+        Self::open_layers(
+            spec,
+            Opener {
+                top_is_locked: true,
+                ..Opener::default()
+            },
+        )
+    }
+
+    fn open_layers(spec: &DiskSpec, mut opener: Opener) -> Result<Self, Error> {
+        let top = &spec.top;
+        let file = BlockFile::open(&top.path, top.cache, opener.next_is_written())?;
+        opener.push(file, top.format)?;
+        opener.open_below(&top.path, &spec.backing)?;
+        Ok(opener.finish())
     }
 
     /// Opens the top for writing over another disk than its header names, or over nothing: what it does not have itself reads as
     /// zero then.
     pub(crate) fn open_over(top: &Layer, below: Option<&DiskSpec>) -> Result<Self, Error> {
-        let mut opener = Opener::default();
+        let mut opener = Opener {
+            writable: 1,
+            ..Opener::default()
+        };
         let file = BlockFile::open(&top.path, top.cache, true)?;
-        opener.push(file, top.format, Some(Access::Write))?;
+        opener.push(file, top.format)?;
         if let Some(DiskSpec { top, backing, .. }) = below {
             let file = BlockFile::open(&top.path, top.cache, false)?;
-            opener.push(file, top.format, Some(Access::Read))?;
+            opener.push(file, top.format)?;
             opener.open_below(&top.path, backing)?;
         }
         Ok(opener.finish())
+    }
+
+    /// How many layers, from the top, may change while the chain is open.
+    pub(crate) fn writable(&self) -> usize {
+        self.writable
+    }
+
+    /// The layer of this number, 0 for the top.
+    pub(crate) fn layer(&self, depth: usize) -> Option<&Image> {
+        self.layers.get(depth)
+    }
+
+    /// The chain as the layer of this number sees it.
+    pub(crate) fn view(&self, first: usize) -> View<'_> {
+        View { chain: self, first }
     }
 
     /// The image that is written.
@@ -165,15 +214,19 @@ impl Chain {
         }
     }
 
-    /// Size of the layer under the top; 0 without one.
-    pub(crate) fn below_size(&self) -> u64 {
-        self.layers.get(1).map_or(0, Image::size)
+    /// Size of the layer under layer `depth`; 0 without one.
+    pub(crate) fn below_size(&self, depth: usize) -> u64 {
+        self.layers.get(depth + 1).map_or(0, Image::size)
     }
 
     /// Reads guest bytes; their clusters in the top image are held.
     pub(crate) async fn read_held(&self, offset: u64, span: Span<'_>) -> Result<(), IoError> {
+        self.read_from(0, offset, span).await
+    }
+
+    async fn read_from(&self, first: usize, offset: u64, span: Span<'_>) -> Result<(), IoError> {
         let mut piece = Piece {
-            layer: 0,
+            layer: first,
             offset,
             span,
         };
@@ -190,7 +243,7 @@ impl Chain {
             };
             let length = piece.span.len() as u64;
             let inside = image.size().saturating_sub(piece.offset).min(length);
-            if inside < length && piece.layer > 0 {
+            if inside < length && piece.layer > first {
                 // A shorter layer below reads as zero past its end.
                 piece
                     .span
@@ -277,15 +330,14 @@ impl Chain {
         })
     }
 
-    /// Whether a range is known to read as zero from the tables alone.
-    pub(crate) async fn is_zero(&self, offset: u64, length: u64) -> Result<bool, IoError> {
-        let mut work = vec![(0, offset, length)];
+    async fn is_zero_from(&self, first: usize, offset: u64, length: u64) -> Result<bool, IoError> {
+        let mut work = vec![(first, offset, length)];
         while let Some((layer, offset, length)) = work.pop() {
             let Some(image) = self.layers.get(layer) else {
                 continue;
             };
             let inside = match layer {
-                0 => length,
+                _ if layer == first => length,
                 _ => image.size().saturating_sub(offset).min(length),
             };
             if inside == 0 {
@@ -312,16 +364,20 @@ impl Chain {
 struct Opener {
     layers: Vec<Image>,
     seen: Vec<(u64, u64)>,
+    /// How many layers, from the top, are opened for writing.
+    writable: usize,
+    /// The caller has locked the top.
+    top_is_locked: bool,
 }
 
 impl Opener {
-    /// Adds a file, locked unless the caller has done that.
-    fn push(
-        &mut self,
-        file: BlockFile,
-        format: Format,
-        access: Option<Access>,
-    ) -> Result<(), Error> {
+    fn next_is_written(&self) -> bool {
+        self.layers.len() < self.writable
+    }
+
+    fn push(&mut self, file: BlockFile, format: Format) -> Result<(), Error> {
+        let written = self.next_is_written();
+        let access = if written { Access::Write } else { Access::Read };
         let path = file.path().to_owned();
         let refuse = |reason: String| Err(Error::new(&path, ErrorKind::Backing(reason)));
         let stat = rustix::fs::fstat(file.fd()).map_err(|e| Error::io(&path, "examine it", e))?;
@@ -333,14 +389,12 @@ impl Opener {
             return refuse(format!("the chain has more than {MAX_LAYERS} layers"));
         }
         self.seen.push(identity);
-        if let Some(access) = access {
+        if !(self.top_is_locked && self.layers.is_empty()) {
             file.lock(access)?;
         }
         self.layers.push(match format {
             Format::Raw => Image::Raw(Raw::open(file)?),
-            Format::Qcow2 => {
-                Image::Qcow2(Box::new(Qcow2::open(file, access == Some(Access::Write))?))
-            }
+            Format::Qcow2 => Image::Qcow2(Box::new(Qcow2::open(file, written)?)),
         });
         Ok(())
     }
@@ -360,7 +414,10 @@ impl Opener {
                 qcow2.set_below(n < last);
             }
         }
-        Chain { layers }
+        Chain {
+            layers,
+            writable: self.writable,
+        }
     }
 
     fn last(&self) -> Option<&Image> {
@@ -372,8 +429,8 @@ impl Opener {
             if let Some(above) = self.last() {
                 check_stated(above, layer)?;
             }
-            let file = BlockFile::open(&layer.path, layer.cache, false)?;
-            self.push(file, layer.format, Some(Access::Read))?;
+            let file = BlockFile::open(&layer.path, layer.cache, self.next_is_written())?;
+            self.push(file, layer.format)?;
         }
         let Some(bottom) = self.last() else {
             return Ok(());
@@ -437,7 +494,7 @@ impl Opener {
             let fd = match rustix::fs::openat2(
                 &root,
                 &relative,
-                open_flags(cache, false),
+                open_flags(cache, self.next_is_written()),
                 Mode::empty(),
                 resolve,
             ) {
@@ -449,11 +506,17 @@ impl Opener {
                     )));
                 }
                 Err(errno) => {
-                    return Err(open_error(&root_path.join(&relative), cache, false, errno));
+                    let written = self.next_is_written();
+                    return Err(open_error(
+                        &root_path.join(&relative),
+                        cache,
+                        written,
+                        errno,
+                    ));
                 }
             };
             let file = BlockFile::from_fd(&root_path.join(&relative), fd, cache)?;
-            self.push(file, format, Some(Access::Read))?;
+            self.push(file, format)?;
             folder = relative.parent().map(Path::to_owned).unwrap_or_default();
         }
     }

@@ -9,20 +9,23 @@
 
 use std::future::Future;
 use std::os::fd::BorrowedFd;
+use std::path::Path;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use crate::DiskSpec;
 use crate::buffers::{Buffers, SharedBuffer};
 use crate::chain::{Chain, Image, Located};
-use crate::error::{Error, ErrorKind, IoError};
+use crate::error::{Error, ErrorClass, ErrorKind, IoError};
 use crate::io::queue::Queue;
+use crate::online::{Running, Step, StepEnd};
 use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::qcow2::relabel::Label;
 use crate::task::{self, Executor, Kind, Serve};
+use crate::timer::Timer;
+use crate::{Backing, DiskSpec};
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
 #[derive(Debug)]
@@ -77,34 +80,65 @@ pub struct Completion {
     pub tag: u64,
     /// How it ended.
     pub result: Result<(), IoError>,
+    /// What a request was that failed, for whoever wants to try it again. Until this is dropped the memory is the request's.
+    pub op: Option<Op>,
+}
+
+impl Completion {
+    fn new(tag: u64, result: Result<(), IoError>, op: Op) -> Self {
+        // The memory of one that succeeded belongs to the guest again before it hears of the end.
+        let op = result.is_err().then_some(op);
+        Self { tag, result, op }
+    }
 }
 
 /// Failures of one disk that are logged; later ones are only counted by whoever serves the disk.
 const LOGGED_FAILURES: u32 = 32;
 
 /// What requests share.
-struct Core {
-    chain: Chain,
-    read_only: bool,
+pub(crate) struct Core {
+    pub(crate) chain: Chain,
+    pub(crate) read_only: bool,
     discard: bool,
 }
 
-impl Serve<Request, Completion> for Core {
-    async fn serve(core: Rc<Self>, request: Request) -> Completion {
+/// What runs as a task.
+pub(crate) enum Work {
+    Guest(Request),
+    Job(Step),
+}
+
+/// What a task ends with.
+pub(crate) enum Outcome {
+    Guest(Completion),
+    Job(StepEnd),
+}
+
+impl Serve<Work, Outcome> for Core {
+    async fn serve(core: Rc<Self>, work: Work) -> Outcome {
+        let request = match work {
+            Work::Guest(request) => request,
+            // On the heap, so that a request's task is no larger for it.
+            Work::Job(step) => return Outcome::Job(Box::pin(step.run(&core)).await),
+        };
         let Request { tag, op } = request;
         let result = core.run(&op).await;
-        // The memory belongs to the guest again before it hears of the end.
-        drop(op);
-        Completion { tag, result }
+        Outcome::Guest(Completion::new(tag, result, op))
     }
 }
 
 /// An open disk. It can move to another thread, and belongs to one at a time.
 pub struct Disk {
-    executor: Executor<Core, Request, Completion>,
+    pub(crate) executor: Executor<Core, Work, Outcome>,
     /// What transfers wait in; absent with the inline engine.
-    queue: Option<Arc<Queue>>,
+    pub(crate) queue: Option<Arc<Queue>>,
+    /// What waits for a time: absent with the inline engine, unless a job has been begun.
+    pub(crate) timer: Option<Arc<Timer>>,
     pub(crate) done: Vec<Completion>,
+    /// The job under way, its steps that are not over, and those that are and that it has not heard of.
+    pub(crate) job: Option<Running>,
+    steps_running: usize,
+    pub(crate) steps: Vec<StepEnd>,
     failures: u32,
     closed: bool,
 }
@@ -116,7 +150,8 @@ impl std::fmt::Debug for Disk {
 }
 
 impl Disk {
-    /// Opens and locks every image of a disk. No byte of any of them is changed. Transfers are made inline.
+    /// Opens and locks every image of a disk. No byte of any of them is changed, except that a layer that is opened to be committed
+    /// to ([`DiskOptions::commit_below`]) grows to the size of the top. Transfers are made inline.
     ///
     /// # Errors
     /// An image is missing, in use, of another format than stated, damaged or in need of something unsupported; or a header names
@@ -131,7 +166,7 @@ impl Disk {
     /// Those of [`Disk::open`], and what the host says where it allows no io_uring or no more threads.
     pub fn open_with(spec: &DiskSpec, options: impl Into<DiskOptions>) -> Result<Self, Error> {
         let options = options.into();
-        let chain = Chain::open(spec)?;
+        let chain = Chain::open(spec, writable_layers(spec, &options)?)?;
         let path = &spec.top.path;
         let queue = match options.engine {
             IoEngine::Inline => None,
@@ -143,14 +178,38 @@ impl Disk {
                 Some(Queue::threads().map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
-        Ok(Self::new(chain, spec, queue))
+        let mut disk = Self::new(chain, spec, queue);
+        if disk.queue.is_some() {
+            let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
+            disk.timer = Some(Arc::new(timer));
+        }
+        if options.commit_below {
+            let size = disk.size_bytes();
+            disk.grow_below(size)?;
+        }
+        Ok(disk)
     }
 
     /// [`Disk::open`] with transfers in an order that `seed` chooses.
     #[cfg(test)]
     pub(crate) fn open_shuffled(spec: &DiskSpec, seed: u64) -> Result<Self, Error> {
-        let chain = Chain::open(spec)?;
-        Ok(Self::new(chain, spec, Some(Queue::shuffle(seed))))
+        Self::open_shuffled_with(spec, seed, &DiskOptions::default())
+    }
+
+    /// [`Disk::open_shuffled`] with options, of which the engine does not count.
+    #[cfg(test)]
+    pub(crate) fn open_shuffled_with(
+        spec: &DiskSpec,
+        seed: u64,
+        options: &DiskOptions,
+    ) -> Result<Self, Error> {
+        let chain = Chain::open(spec, writable_layers(spec, options)?)?;
+        let mut disk = Self::new(chain, spec, Some(Queue::shuffle(seed)));
+        if options.commit_below {
+            let size = disk.size_bytes();
+            disk.grow_below(size)?;
+        }
+        Ok(disk)
     }
 
     fn new(mut chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
@@ -165,7 +224,11 @@ impl Disk {
                 discard: spec.discard,
             }),
             queue,
+            timer: None,
             done: Vec::new(),
+            job: None,
+            steps_running: 0,
+            steps: Vec::new(),
             failures: 0,
             closed: false,
         }
@@ -177,6 +240,11 @@ impl Disk {
 
     fn top(&self) -> &Image {
         self.core().chain.top()
+    }
+
+    /// The top image.
+    pub(crate) fn path(&self) -> &Path {
+        self.top().file().path()
     }
 
     /// Size in bytes.
@@ -207,22 +275,40 @@ impl Disk {
     /// hands the transfers to the host.
     pub fn submit(&mut self, request: Request) {
         let completion = match &self.queue {
-            Some(_) => self.executor.start(request),
+            Some(_) => self.executor.start(Work::Guest(request)),
             None => {
                 let Request { tag, op } = request;
                 let result = task::complete(self.core().run(&op));
-                drop(op);
-                Some(Completion { tag, result })
+                Some(Outcome::Guest(Completion::new(tag, result, op)))
             }
         };
-        if let Some(completion) = completion {
+        if let Some(Outcome::Guest(completion)) = completion {
             self.finish(completion);
+        }
+    }
+
+    /// Begins a step of a job.
+    pub(crate) fn start_step(&mut self, step: Step) {
+        let end = match &self.queue {
+            Some(_) => self.executor.start(Work::Job(step)),
+            None => Some(Outcome::Job(task::complete(step.run(self.core())))),
+        };
+        match end {
+            Some(Outcome::Job(end)) => self.steps.push(end),
+            _ => self.steps_running += 1,
         }
     }
 
     /// Carries requests on as far as they get, and moves what has completed to the end of `completions`. Never waits.
     pub fn poll(&mut self, completions: &mut Vec<Completion>) {
+        if let Some(timer) = &self.timer {
+            timer.clear_due();
+        }
         self.turn(false);
+        if self.job.is_some() {
+            self.pace();
+            self.turn(false);
+        }
         completions.append(&mut self.done);
     }
 
@@ -233,10 +319,22 @@ impl Disk {
         self.queue.as_deref().and_then(Queue::event)
     }
 
+    /// Readable when [`Disk::poll`] would get further because a time has come: a limit lets requests go on, or a job its next step.
+    /// To be watched beside [`Disk::event`], and cleared by polling the disk as well. `None` where nothing ever waits.
+    #[must_use]
+    pub fn timer(&self) -> Option<BorrowedFd<'_>> {
+        self.timer.as_deref().map(Timer::fd)
+    }
+
     /// Requests submitted whose completion [`Disk::poll`] has not handed out.
     #[must_use]
     pub fn in_flight(&self) -> usize {
-        self.executor.running() + self.done.len()
+        self.guest_running() + self.done.len()
+    }
+
+    /// Requests that are not over; steps of a job do not count.
+    pub(crate) fn guest_running(&self) -> usize {
+        self.executor.running() - self.steps_running
     }
 
     /// Runs one request to its end, for whoever has nothing else to do meanwhile.
@@ -263,7 +361,11 @@ impl Disk {
         while self.executor.running() > 0 {
             self.turn(true);
         }
+        self.end_job();
         let core = self.executor.shared();
+        if let Some(two) = core.two() {
+            return self.drive(two.settle());
+        }
         match core.chain.top() {
             _ if core.read_only => Ok(()),
             Image::Raw(raw) => self.drive(raw.flush()),
@@ -305,8 +407,15 @@ impl Disk {
             // Nothing is lost: what the host did not take now is offered again at the next turn.
             tracing::error!(image = %self.top().file().path().display(), %error, "cannot hand transfers to the host");
         }
-        let any = self.executor.run(|completion| self.done.push(completion));
+        let any = self.executor.run(|outcome| match outcome {
+            Outcome::Guest(completion) => self.done.push(completion),
+            Outcome::Job(end) => {
+                self.steps_running -= 1;
+                self.steps.push(end);
+            }
+        });
         self.count_failures(before);
+        self.call_for_pace();
         any
     }
 
@@ -335,7 +444,15 @@ impl Disk {
 
     /// The top image over something else than its header says; see [`Chain::open_over`].
     pub(crate) fn open_over(spec: &DiskSpec, below: Option<&DiskSpec>) -> Result<Self, Error> {
-        Ok(Self::new(Chain::open_over(&spec.top, below)?, spec, None))
+        let written = DiskSpec {
+            read_only: false,
+            ..spec.clone()
+        };
+        Ok(Self::new(
+            Chain::open_over(&spec.top, below)?,
+            &written,
+            None,
+        ))
     }
 
     /// Which layer answers for the first bytes of a range.
@@ -367,15 +484,6 @@ impl Disk {
         }
     }
 
-    /// Forgets the backing file of the top image.
-    pub(crate) fn forget_backing(&mut self) -> Result<(), IoError> {
-        let core = self.executor.shared();
-        match core.chain.top() {
-            Image::Raw(_) => Ok(()),
-            Image::Qcow2(qcow2) => self.drive(qcow2.forget_backing()),
-        }
-    }
-
     /// Makes the header of the top image name another layer below, or none, durably and in one step.
     pub(crate) fn relabel(&mut self, label: Option<Label<'_>>) -> Result<(), ErrorKind> {
         let core = self.executor.shared();
@@ -400,9 +508,18 @@ impl Disk {
 
     /// Changes the size of the disk to `size` bytes, durably.
     pub(crate) fn resize(&mut self, size: u64) -> Result<(), ErrorKind> {
+        self.grow_below(size).map_err(|error| error.kind)?;
+        self.resize_layer(0, size)
+    }
+
+    /// Changes the size of one layer.
+    pub(crate) fn resize_layer(&mut self, depth: usize, size: u64) -> Result<(), ErrorKind> {
         let core = self.executor.shared();
-        let below = core.chain.below_size();
-        match core.chain.top() {
+        let below = core.chain.below_size(depth);
+        let Some(image) = core.chain.layer(depth) else {
+            return Ok(());
+        };
+        match image {
             Image::Raw(raw) => {
                 raw.resize(size).map_err(|source| ErrorKind::Io {
                     doing: "resize it",
@@ -414,21 +531,38 @@ impl Disk {
                 if let Some(obstacle) = qcow2.resize_obstacle(size) {
                     return Err(ErrorKind::Size(obstacle));
                 }
-                Ok(self.drive(qcow2.resize(&core.chain, size, below))?)
+                Ok(self.drive(qcow2.resize(core.chain.view(depth), size, below))?)
             }
         }
     }
 
     /// Logs what an operator can act on; a guest that asks for nonsense is not worth a line.
     fn log(&mut self, error: &IoError) {
-        use IoError::{OutOfRange, ReadOnly, Unsupported};
-        if matches!(error, OutOfRange { .. } | ReadOnly | Unsupported(_)) {
+        if error.class() == ErrorClass::Guest {
             return;
         }
         self.failures = self.failures.saturating_add(1);
         if self.failures <= LOGGED_FAILURES {
             let image = self.top().file().path().display();
             tracing::warn!(%image, %error, "a disk request failed");
+        }
+    }
+}
+
+/// How many layers of a disk are written.
+fn writable_layers(spec: &DiskSpec, options: &DiskOptions) -> Result<usize, Error> {
+    if !options.commit_below {
+        return Ok(1);
+    }
+    // What is written is never for a header to say.
+    match &spec.backing {
+        Backing::Explicit(layers) if !layers.is_empty() && !spec.read_only => Ok(2),
+        _ => {
+            let reason = "to commit it, the disk must be writable and the layers below it listed: the nearest is written to";
+            Err(Error::new(
+                &spec.top.path,
+                ErrorKind::Backing(reason.into()),
+            ))
         }
     }
 }
@@ -444,22 +578,21 @@ impl Core {
                 self.check_change(*offset, buffers.len() as u64)?;
                 self.write(*offset, buffers).await
             }
-            Op::Flush => match self.chain.top() {
-                _ if self.read_only => Ok(()),
-                Image::Raw(raw) => raw.flush().await,
-                Image::Qcow2(qcow2) => qcow2.flush().await,
-            },
+            Op::Flush => self.flush().await,
             Op::Discard { offset, length } => {
                 self.check_change(*offset, *length)?;
                 if !self.discard {
                     return Err(IoError::Unsupported("discard"));
+                }
+                if let Some(two) = self.two() {
+                    return two.clear(*offset, *length, Clear::Discard).await;
                 }
                 match self.chain.top() {
                     _ if *length == 0 => Ok(()),
                     Image::Raw(raw) => raw.discard(*offset, *length).await,
                     Image::Qcow2(qcow2) => {
                         qcow2
-                            .clear(&self.chain, *offset, *length, Clear::Discard)
+                            .clear(self.chain.view(0), *offset, *length, Clear::Discard)
                             .await
                     }
                 }
@@ -471,12 +604,21 @@ impl Core {
             } => {
                 self.check_change(*offset, *length)?;
                 let unmap = *unmap && self.discard;
+                if let Some(two) = self.two() {
+                    let how = Clear::Zeroes { unmap };
+                    return two.clear(*offset, *length, how).await;
+                }
                 match self.chain.top() {
                     _ if *length == 0 => Ok(()),
                     Image::Raw(raw) => raw.zero(*offset, *length, unmap).await,
                     Image::Qcow2(qcow2) => {
                         qcow2
-                            .clear(&self.chain, *offset, *length, Clear::Zeroes { unmap })
+                            .clear(
+                                self.chain.view(0),
+                                *offset,
+                                *length,
+                                Clear::Zeroes { unmap },
+                            )
                             .await
                     }
                 }
@@ -488,6 +630,9 @@ impl Core {
         if buffers.is_empty() {
             return Ok(());
         }
+        if let Some(two) = self.two() {
+            return two.read(offset, buffers.span()).await;
+        }
         let _hold = match self.chain.top() {
             Image::Raw(_) => None,
             Image::Qcow2(top) => Some(top.hold(offset, buffers.len() as u64, Kind::Shared).await),
@@ -495,11 +640,29 @@ impl Core {
         self.chain.read_held(offset, buffers.span()).await
     }
 
+    pub(crate) async fn flush(&self) -> Result<(), IoError> {
+        if let Some(two) = self.two() {
+            return two.flush().await;
+        }
+        match self.chain.top() {
+            _ if self.read_only => Ok(()),
+            Image::Raw(raw) => raw.flush().await,
+            Image::Qcow2(qcow2) => qcow2.flush().await,
+        }
+    }
+
     async fn write(&self, offset: u64, buffers: &Buffers) -> Result<(), IoError> {
+        if let Some(two) = self.two() {
+            return two.write(offset, buffers.span()).await;
+        }
         match self.chain.top() {
             _ if buffers.is_empty() => Ok(()),
             Image::Raw(raw) => raw.write(offset, buffers.span()).await,
-            Image::Qcow2(qcow2) => qcow2.write(&self.chain, offset, buffers.span()).await,
+            Image::Qcow2(qcow2) => {
+                qcow2
+                    .write(self.chain.view(0), offset, buffers.span())
+                    .await
+            }
         }
     }
 

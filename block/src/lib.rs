@@ -9,6 +9,7 @@
 //! | `io` | transfers at any alignment, buffered or direct |
 //! | `task` | futures and holds by which requests keep out of each other's way |
 //! | `lock` | who may use an image at the same time |
+//! | `online` | jobs on an open disk, beside its guest's requests: flatten, commit |
 //! | [`image`] | jobs on images: create, resize, info, check |
 //!
 //! Nothing here knows virtio or a guest's memory, and no byte of an image decides what is opened: formats and chains are stated
@@ -22,10 +23,12 @@ mod error;
 pub mod image;
 mod io;
 mod lock;
+mod online;
 mod options;
 mod qcow2;
 mod raw;
 mod task;
+mod timer;
 
 #[cfg(test)]
 mod power_cut;
@@ -37,7 +40,8 @@ use serde::{Deserialize, Serialize};
 pub use buffers::{Buffers, RawSlice, SharedBuffer};
 pub use chain::MAX_LAYERS;
 pub use disk::{Completion, Disk, Op, Request};
-pub use error::{Error, ErrorKind, IoError};
+pub use error::{Error, ErrorClass, ErrorKind, IoError};
+pub use online::{Job, JobError, JobHandle, JobProgress, JobState};
 pub use options::{DetectZeroes, DiskOptions, IoEngine};
 
 /// The format of an image; always stated, never guessed.

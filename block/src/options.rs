@@ -50,6 +50,9 @@ pub struct DiskOptions {
     pub engine: IoEngine,
     /// What becomes of zeros that a guest writes.
     pub detect_zeroes: DetectZeroes,
+    /// The layer below the top is written, too, so that the top can be committed to it ([`Job::Commit`](crate::Job::Commit)). It is
+    /// made as large as the top when the disk is opened, and has to be listed in the definition.
+    pub commit_below: bool,
 }
 
 impl From<IoEngine> for DiskOptions {

@@ -13,7 +13,7 @@
 use super::Qcow2;
 use super::spec::{RawEntry, Reference};
 use crate::buffers::Pages;
-use crate::chain::Chain;
+use crate::chain::View;
 use crate::error::IoError;
 use crate::task::Kind;
 
@@ -27,8 +27,8 @@ pub(crate) enum Clear {
         /// The clusters may be let go.
         unmap: bool,
     },
-    /// They lie past the disk's new end.
-    Truncate,
+    /// They lie past the disk's new end, or the layer below has the same: the entries are emptied, whatever is below.
+    Forget,
 }
 
 /// Zeros written at a time where the format has no other way, in bytes.
@@ -38,7 +38,7 @@ impl Qcow2 {
     /// Clears a range of guest bytes.
     pub(crate) async fn clear(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         offset: u64,
         length: u64,
         how: Clear,
@@ -49,9 +49,9 @@ impl Qcow2 {
     }
 
     /// [`Qcow2::clear`] of clusters held exclusively.
-    pub(super) async fn clear_held(
+    pub(crate) async fn clear_held(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         offset: u64,
         length: u64,
         how: Clear,
@@ -105,7 +105,7 @@ impl Qcow2 {
         let version = self.header.version;
         let zero = RawEntry::default().zeroed(geometry);
         let cleared = match how {
-            Clear::Truncate => Some(RawEntry::default()),
+            Clear::Forget => Some(RawEntry::default()),
             _ if self.has_below => Some(zero),
             _ => None,
         };
@@ -137,7 +137,7 @@ impl Qcow2 {
     /// Writes zeros as data where the guest does not read zero already. The clusters are held exclusively.
     pub(super) async fn write_zeros(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         from: u64,
         to: u64,
     ) -> Result<(), IoError> {

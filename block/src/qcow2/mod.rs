@@ -212,6 +212,16 @@ impl Qcow2 {
         self.size.get()
     }
 
+    /// Bytes of a cluster.
+    pub(crate) fn cluster_size(&self) -> u64 {
+        self.geometry().cluster_size()
+    }
+
+    /// Bytes of what is mapped as one: a cluster, or a subcluster.
+    pub(crate) fn unit_size(&self) -> u64 {
+        1 << self.geometry().unit_bits()
+    }
+
     fn geometry(&self) -> Geometry {
         self.header.geometry
     }
@@ -235,7 +245,7 @@ impl Qcow2 {
 
     /// The duties before anything is changed: writing must not have stopped, and features that claim to describe the data
     /// and that we do not maintain are switched off.
-    async fn begin(&self) -> Result<(), IoError> {
+    pub(crate) async fn begin(&self) -> Result<(), IoError> {
         if let Some(reason) = self.stopped.get() {
             return Err(IoError::Stopped(reason));
         }

@@ -193,7 +193,12 @@ impl TestDisk {
                 wait(&self.0);
             }
         }
-        let [Completion { tag: 42, result }] = completions.as_slice() else {
+        let [
+            Completion {
+                tag: 42, result, ..
+            },
+        ] = completions.as_slice()
+        else {
             panic!("one request, one completion: {completions:?}")
         };
         result.clone()

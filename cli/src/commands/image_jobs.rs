@@ -264,7 +264,7 @@ pub(crate) fn commit(args: &Chain, mode: OutputMode) -> Result<(), Failure> {
     done(
         mode,
         &args.path,
-        "has nothing any more that the image below it has not",
+        "is empty: the image below it has everything",
     )
 }
 

@@ -223,6 +223,11 @@ impl GuestQueue {
         }
     }
 
+    /// Tells the driver that the device's configuration changed.
+    pub fn configuration_changed(&self) {
+        self.interrupt.config();
+    }
+
     /// Asks the driver not to ring while the queue is being served.
     pub fn silence(&mut self) {
         if let Err(error) = self.queue.disable_notification(&*self.memory) {

@@ -76,6 +76,11 @@ enum Arguments {
         /// Where to write the report
         #[arg(long)]
         json: PathBuf,
+        /// Fewer and shorter runs (block)
+        #[arg(long)]
+        quick: bool,
+        /// Only the rows whose labels contain one of these (block)
+        cases: Vec<String>,
     },
     /// Measure boots here
     #[command(hide = true)]
@@ -118,6 +123,8 @@ enum Benchmark {
     Start,
     /// A worker's overlay and seed, durable, on this machine
     Provision,
+    /// The image engine, on this machine's memory and disk
+    Block,
 }
 
 impl Benchmark {
@@ -125,6 +132,7 @@ impl Benchmark {
         match self {
             Self::Boot => 9,
             Self::Start | Self::Provision => 50,
+            Self::Block => 10,
         }
     }
 }
@@ -349,7 +357,13 @@ fn in_host(place: &Place, lab: &Lab, name: &str, job: &HostJob) -> io::Result<Pa
     ))
 }
 
-fn bench(place: &Place, what: Benchmark, rounds: usize, json: &Path) -> io::Result<ExitCode> {
+fn bench(
+    place: &Place,
+    what: Benchmark,
+    options: &bench::block::Options,
+    json: &Path,
+) -> io::Result<ExitCode> {
+    let rounds = options.pairs.unwrap_or(what.rounds());
     let lab = place.lab()?;
     let scratch = place.folder.join("scratch");
     fs::create_dir_all(&scratch)?;
@@ -371,8 +385,21 @@ fn bench(place: &Place, what: Benchmark, rounds: usize, json: &Path) -> io::Resu
             },
             rounds,
         ),
+        Benchmark::Block => return bench_block(place, options, json),
     };
     write_report(&report.map_err(io::Error::other)?, json)
+}
+
+/// Times are reported, not judged: the exit status only says whether everything could be measured.
+fn bench_block(
+    place: &Place,
+    options: &bench::block::Options,
+    json: &Path,
+) -> io::Result<ExitCode> {
+    let report = bench::block::run(&place.folder, options).map_err(io::Error::other)?;
+    fs::write(json, serde_json::to_string_pretty(&report)? + "\n")?;
+    println!("{}", json.display());
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Writes a report, and fails if it says that a limit is not kept.
@@ -492,7 +519,16 @@ fn run(arguments: Arguments) -> io::Result<ExitCode> {
             what,
             rounds,
             json,
-        } => bench(&place, what, rounds.unwrap_or(what.rounds()), &json),
+            quick,
+            cases,
+        } => {
+            let options = bench::block::Options {
+                quick,
+                pairs: rounds,
+                wanted: cases,
+            };
+            bench(&place, what, &options, &json)
+        }
         Arguments::BenchBoot { site, rounds, json } => {
             let report =
                 bench::boot::run(&site, &site.scratch, rounds).map_err(io::Error::other)?;

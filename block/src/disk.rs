@@ -9,7 +9,7 @@
 
 use std::future::Future;
 use std::os::fd::BorrowedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::qcow2::Clear;
 use crate::qcow2::relabel::Label;
 use crate::task::{self, Executor, Kind, Serve};
 use crate::timer::Timer;
-use crate::{Backing, DiskSpec};
+use crate::{Backing, DiskSpec, Format};
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
 #[derive(Debug)]
@@ -493,6 +493,21 @@ impl Disk {
             )),
             Image::Qcow2(qcow2) => self.drive(qcow2.relabel(label)),
         }
+    }
+
+    /// The files of the disk and their formats, the top one first.
+    pub(crate) fn layers(&self) -> Vec<(PathBuf, Format)> {
+        let chain = &self.core().chain;
+        let layers = (0..).map_while(|depth| chain.layer(depth));
+        layers
+            .map(|image| {
+                let format = match image {
+                    Image::Raw(_) => Format::Raw,
+                    Image::Qcow2(_) => Format::Qcow2,
+                };
+                (image.file().path().to_owned(), format)
+            })
+            .collect()
     }
 
     /// Bytes of a cluster of the top image, and the version of its format; `None` for a raw one.

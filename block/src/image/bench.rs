@@ -81,7 +81,7 @@ pub fn bench(
     let mut disk = Disk::open_with(&spec, disk_options)?;
     let range = disk.size_bytes().saturating_sub(options.offset);
     let bad = |reason: String| Err(Error::new(path, ErrorKind::Size(reason)));
-    if !(512..=16 << 20).contains(&options.size) || options.size % 512 != 0 {
+    if !(512..=16 << 20).contains(&options.size) || !options.size.is_multiple_of(512) {
         return bad(format!(
             "requests of {} bytes: a multiple of 512 up to 16 MiB is needed",
             options.size
@@ -90,7 +90,7 @@ pub fn bench(
     if !(1..=1024).contains(&options.depth) || options.count == 0 {
         return bad("1 to 1024 requests at a time, and at least one in all, are needed".into());
     }
-    if range < options.size || options.offset % 512 != 0 {
+    if range < options.size || !options.offset.is_multiple_of(512) {
         return bad(format!(
             "a request of {} bytes at {} does not fit the disk",
             options.size, options.offset
@@ -175,7 +175,7 @@ impl Run<'_> {
                     continue;
                 }
                 let slot = completion.tag as usize;
-                if done % (count / TIMES + 1) == 0 || done + 1 == count {
+                if done.is_multiple_of(count / TIMES + 1) || done + 1 == count {
                     self.times.push(self.begun[slot].elapsed());
                 }
                 done += 1;
@@ -201,7 +201,7 @@ impl Run<'_> {
             op,
         });
         self.started += 1;
-        let due = |every: u64| every > 0 && self.started % every == 0;
+        let due = |every: u64| every > 0 && self.started.is_multiple_of(every);
         if self.options.write.is_some() && self.options.flush_interval.is_some_and(due) {
             self.flushes += 1;
             self.disk.submit(Request {

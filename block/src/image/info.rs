@@ -1,6 +1,6 @@
 //! What an image is, as its header says. Reads only; locks like any reader.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use zerocopy::FromBytes;
@@ -12,7 +12,7 @@ use crate::lock::Access;
 use crate::qcow2::header::{Compression, Header};
 use crate::qcow2::spec::{self, BitmapHead, Incompatible};
 use crate::qcow2::{load_snapshots, read_header};
-use crate::{Cache, Format, task};
+use crate::{Cache, DiskSpec, Format, task};
 
 /// What an image is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -145,6 +145,31 @@ pub fn info(path: &Path, format: Format) -> Result<ImageInfo, Error> {
         allocated_bytes,
         qcow2: Some(qcow2),
     })
+}
+
+/// One image of a chain.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LayerInfo {
+    /// The file.
+    pub path: PathBuf,
+    /// What it is.
+    #[serde(flatten)]
+    pub info: ImageInfo,
+}
+
+/// Describes every image of a disk, the top one first.
+///
+/// # Errors
+/// An image cannot be read, is being written by someone else, is not of the format stated, or names one below that nothing permits.
+pub fn info_chain(spec: &DiskSpec) -> Result<Vec<LayerInfo>, Error> {
+    let disk = super::map::open(spec)?;
+    let layers = disk.layers().into_iter();
+    layers
+        .map(|(path, format)| {
+            let info = info(&path, format)?;
+            Ok(LayerInfo { path, info })
+        })
+        .collect()
 }
 
 /// The bitmaps that the header's extension lists.

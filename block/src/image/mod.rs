@@ -25,7 +25,7 @@ pub use convert::{ConvertOptions, convert};
 pub use create::{Compat, CreateOptions, create_qcow2, create_raw};
 #[cfg(feature = "import")]
 pub use import::{ImportOptions, ImportSource, Packing, import};
-pub use info::{BitmapInfo, ImageInfo, Qcow2Info, SnapshotInfo, info};
+pub use info::{BitmapInfo, ImageInfo, LayerInfo, Qcow2Info, SnapshotInfo, info, info_chain};
 pub use job::{Monitor, Unwatched};
 pub use layers::{commit, flatten};
 pub use map::{Comparison, MapEntry, compare, map};

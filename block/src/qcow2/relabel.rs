@@ -112,10 +112,9 @@ fn plan(old: &[u8], version: u32, label: Option<Label<'_>>) -> Result<Plan, Stri
         let overlaps = |at: usize| {
             old_name.is_some_and(|(old_at, size)| at < old_at + size && old_at < at + length)
         };
-        let place = candidates.into_iter().flatten();
+        let mut place = candidates.into_iter().flatten();
         let at = place
-            .filter(|at| at + length <= old.len() && !overlaps(*at))
-            .next()
+            .find(|at| at + length <= old.len() && !overlaps(*at))
             .ok_or("the first cluster has no room for the name of another backing file")?;
         (at, Some((at as u64, label.name.to_vec())))
     };

@@ -99,7 +99,13 @@ pub(super) fn fetch(
         path: &path,
         state_path,
     };
-    download.run()?;
+    if let Err(error) = download.run() {
+        // What has come is of use for another try, unless there is nothing or it is not wanted.
+        if download.state.durable == 0 || matches!(error.kind, ErrorKind::Size(_)) {
+            discard(target);
+        }
+        return Err(error);
+    }
     drop(download);
     lock::release(file.as_fd(), Access::Write);
     lock::acquire(&path, file.as_fd(), Access::Read)?;
@@ -237,7 +243,7 @@ impl Download<'_> {
                 };
                 return Err(self.failed(reason));
             }
-            std::thread::sleep(Duration::from_millis(100 << (2 * failures)));
+            std::thread::sleep(Duration::from_millis(250 << failures));
         }
         self.way.set_total(self.state.durable);
         self.way.at(&self.shown, self.state.durable, 0)
@@ -454,9 +460,8 @@ fn parse_range(text: &str) -> Option<(u64, u64)> {
 }
 
 fn is_tls(error: &io::Error) -> bool {
-    error
-        .get_ref()
-        .is_some_and(|inner| inner.is::<rustls::Error>())
+    let inner = error.get_ref();
+    inner.is_some_and(<dyn std::error::Error + Send + Sync>::is::<rustls::Error>)
 }
 
 fn tls_reason(error: &str) -> String {

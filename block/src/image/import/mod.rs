@@ -257,7 +257,10 @@ fn make(
 
 /// Whether a file can be a disk as it is: a raw one has whole sectors.
 fn is_whole(file: &File, format: Format) -> bool {
-    format == Format::Qcow2 || file.metadata().is_ok_and(|seen| seen.len() % 512 == 0)
+    format == Format::Qcow2
+        || file
+            .metadata()
+            .is_ok_and(|seen| seen.len().is_multiple_of(512))
 }
 
 /// Refuses what is too large and what refers to other files.

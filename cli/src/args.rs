@@ -8,7 +8,7 @@ use drover_api::definition::ByteSize;
 use drover_block::Format;
 
 use crate::commands::image_chain::Chain;
-use crate::commands::{image, image_bench, image_check, image_import, image_jobs};
+use crate::commands::{image, image_bench, image_check, image_export, image_import, image_jobs};
 
 /// Runs Kubernetes workers as virtual machines.
 #[derive(Debug, Parser)]
@@ -157,6 +157,8 @@ pub(crate) enum Image {
     Rebase(image_jobs::Rebase),
     /// Measure how fast an image is.
     Bench(image_bench::Bench),
+    /// Serve an image to another VMM, as its vhost-user-blk back end, until SIGTERM or SIGINT.
+    Export(image_export::Export),
 }
 
 #[derive(Debug, Args)]

@@ -27,7 +27,7 @@ pub(crate) enum Suite {
     Lab,
     /// Unit, API and lab (block's tests are among the first)
     All,
-    /// All, with the lab's stories three times
+    /// All, with the lab's stories three times, those that take long among them
     Long,
 }
 
@@ -52,7 +52,9 @@ pub(crate) fn run(suite: Suite, built: Option<&Path>, filter: &[String]) -> Resu
     let mut counts = Counts::default();
     match suite {
         Suite::Unit => counts += cargo_tests(&["--workspace"], filter)?,
-        Suite::Block => counts += cargo_tests(&["-p", "drover-block", "--features", "import"], filter)?,
+        Suite::Block => {
+            counts += cargo_tests(&["-p", "drover-block", "--features", "import"], filter)?
+        }
         Suite::Api => counts += api(&Session::open(built)?)?,
         Suite::Lab => counts += stories(&Session::open(built)?, 1, filter)?,
         Suite::All | Suite::Long => {
@@ -250,6 +252,9 @@ fn stories(session: &Session, rounds: u32, filter: &[String]) -> Result<Counts> 
     for round in 1..=rounds {
         let report = session.folder.join(format!("report-{round}.json"));
         let mut command = session.command(&["test"]);
+        if rounds > 1 {
+            command.arg("--long");
+        }
         let status = command
             .arg("--report")
             .arg(&report)

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::image_chain::{Chain, failure};
 use super::image_jobs::Codec;
-use super::{image_bench, image_check, image_import, image_jobs};
+use super::{image_bench, image_check, image_export, image_import, image_jobs};
 use crate::args::{Image, ImageFormat, OutputMode, size};
 use crate::failure::Failure;
 use crate::output;
@@ -126,6 +126,7 @@ pub(crate) fn run(command: Image, mode: OutputMode) -> Result<ExitCode, Failure>
         Image::Import(args) => image_import::import(&args, mode)?,
         Image::Snapshot(args) => image_jobs::snapshot(&args, mode)?,
         Image::Commit(args) => image_jobs::commit(&args, mode)?,
+        Image::Export(args) => image_export::export(&args)?,
         Image::Flatten(args) => image_jobs::flatten(&args, mode)?,
         Image::Rebase(args) => image_jobs::rebase(&args, mode)?,
         Image::Bench(args) => return image_bench::bench(&args, mode),

@@ -44,19 +44,19 @@ pub(crate) struct Bench {
     /// Flush after so many writes.
     #[arg(long, value_name = "N", requires = "write")]
     pub(crate) flush_interval: Option<u64>,
-    /// What performs the transfers [default: io-uring where the host allows it, else threads].
+    /// What moves the bytes [default: io_uring where the host allows it, else threads].
     #[arg(long, value_enum)]
-    pub(crate) engine: Option<Engine>,
+    pub(crate) io: Option<Mover>,
     /// How the image is cached; what lies below it always goes through the page cache.
     #[arg(long, value_enum, default_value_t = Caching::Direct)]
     pub(crate) cache: Caching,
 }
 
-/// What performs transfers.
+/// What moves the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Engine {
+pub(crate) enum Mover {
     /// An io_uring.
-    IoUring,
+    Uring,
     /// A pool of threads.
     Threads,
     /// System calls one after another; the depth is 1 then.
@@ -81,11 +81,11 @@ pub(crate) fn bench(args: &Bench, mode: OutputMode) -> Result<ExitCode, Failure>
     if let Backing::FromHeader { cache } = &mut spec.backing {
         *cache = Cache::Buffered;
     }
-    let engine = match args.engine {
+    let engine = match args.io {
         None => IoEngine::asynchronous(),
-        Some(Engine::IoUring) => IoEngine::IoUring,
-        Some(Engine::Threads) => IoEngine::Threads,
-        Some(Engine::Inline) => IoEngine::Inline,
+        Some(Mover::Uring) => IoEngine::IoUring,
+        Some(Mover::Threads) => IoEngine::Threads,
+        Some(Mover::Inline) => IoEngine::Inline,
     };
     let options = BenchOptions {
         write: args.write.then_some(args.pattern),

@@ -15,6 +15,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use crate::budget::CacheCounts;
 use crate::buffers::{Buffers, SharedBuffer};
 use crate::chain::{Chain, Image, Located};
 use crate::error::{Error, ErrorClass, ErrorKind, IoError};
@@ -165,7 +166,7 @@ impl Disk {
     /// Those of [`Disk::open`], and what the host says where it allows no io_uring or no more threads.
     pub fn open_with(spec: &DiskSpec, options: impl Into<DiskOptions>) -> Result<Self, Error> {
         let options = options.into();
-        let chain = Chain::open(spec, writable_layers(spec, &options)?)?;
+        let chain = Chain::open(spec, writable_layers(spec, &options)?, &options.cache)?;
         let path = &spec.top.path;
         let queue = match options.engine {
             IoEngine::Inline => None,
@@ -202,7 +203,7 @@ impl Disk {
         seed: u64,
         options: &DiskOptions,
     ) -> Result<Self, Error> {
-        let chain = Chain::open(spec, writable_layers(spec, options)?)?;
+        let chain = Chain::open(spec, writable_layers(spec, options)?, &options.cache)?;
         let mut disk = Self::new(chain, spec, Some(Queue::shuffle(seed)));
         if options.commit_below {
             let size = disk.size_bytes();
@@ -268,6 +269,12 @@ impl Disk {
     #[must_use]
     pub fn discard_granularity(&self) -> u64 {
         self.top().discard_granularity()
+    }
+
+    /// How often the disk's tables were found in memory; counted on while the disk is open.
+    #[must_use]
+    pub fn cache_counts(&self) -> Arc<CacheCounts> {
+        Arc::clone(self.core().chain.counts())
     }
 
     /// Begins a request; its completion comes from [`Disk::poll`], which has to be called after a batch of these: it is what

@@ -7,6 +7,7 @@
 //! | `chain` | which files make up a disk; reading through them |
 //! | `raw`, `qcow2` | the formats |
 //! | `io` | transfers at any alignment, buffered or direct |
+//! | `budget`, `lru` | what caches may take; who goes first |
 //! | `task` | futures and holds by which requests keep out of each other's way |
 //! | `lock` | who may use an image at the same time |
 //! | `online` | jobs on an open disk, beside its guest's requests: flatten, commit |
@@ -16,6 +17,7 @@
 //! by the caller. `unsafe` lives in `buffers`, `task::executor`, `io::sys`, `io::queue` and `io::ring`.
 #![deny(unsafe_code)]
 
+mod budget;
 mod buffers;
 mod chain;
 mod disk;
@@ -23,6 +25,7 @@ mod error;
 pub mod image;
 mod io;
 mod lock;
+mod lru;
 mod online;
 mod options;
 mod qcow2;
@@ -37,6 +40,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use budget::{CacheBudget, CacheCounts};
 pub use buffers::{Buffers, RawSlice, SharedBuffer};
 pub use chain::MAX_LAYERS;
 pub use disk::{Completion, Disk, Op, Request};

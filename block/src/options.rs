@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::budget::CacheBudget;
 use crate::io::queue::Queue;
 
 /// What performs the transfers of a disk.
@@ -50,6 +51,8 @@ pub struct DiskOptions {
     pub engine: IoEngine,
     /// What becomes of zeros that a guest writes.
     pub detect_zeroes: DetectZeroes,
+    /// What the caches of tables may take, together with those of other disks.
+    pub cache: CacheBudget,
     /// The layer below the top is written, too, so that the top can be committed to it ([`Job::Commit`](crate::Job::Commit)). It is
     /// made as large as the top when the disk is opened, and has to be listed in the definition.
     pub commit_below: bool,

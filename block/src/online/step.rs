@@ -187,7 +187,7 @@ async fn write_what_is_not_zero(
             to = unit_end(to);
         }
         if !skip {
-            let data = pages.span().part(from, to);
+            let data = pages.span().part(from, to - from);
             top.write_held(chain.view(0), at + from as u64, data)
                 .await?;
         }

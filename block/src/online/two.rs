@@ -124,7 +124,7 @@ impl Two<'_> {
             while done < length {
                 let at = offset + done;
                 let extent = self.top.map(at, length - done).await?;
-                let part = data.part(done as usize, (done + extent.length) as usize);
+                let part = data.part(done as usize, extent.length as usize);
                 match extent.mapping {
                     mapping if is_below(mapping) => self.lower.write(at, part).await?,
                     Mapping::Data { host, copied: true } => self.top.overwrite(host, part).await?,

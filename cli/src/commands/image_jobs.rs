@@ -96,7 +96,7 @@ pub(crate) struct Snapshot {
 }
 
 impl Chain {
-    fn spec(&self) -> Result<DiskSpec, Failure> {
+    pub(super) fn spec(&self) -> Result<DiskSpec, Failure> {
         if self.backing.len() != self.backing_format.len() {
             return Err(Failure::input("each --backing needs its --backing-format"));
         }

@@ -106,6 +106,12 @@ impl GuestQueue {
         self.index
     }
 
+    /// The queue as it stands: where it lies, and what was taken from it and answered.
+    #[must_use]
+    pub fn into_queue(self) -> Queue {
+        self.queue
+    }
+
     /// Its size in descriptors.
     #[must_use]
     pub fn size(&self) -> u16 {

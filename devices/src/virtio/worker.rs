@@ -21,6 +21,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use virtio_queue::Queue;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -69,6 +70,17 @@ pub trait Service: Send {
 
     /// Whether nothing of these (removed) queues is under way that could touch guest memory.
     fn is_quiet(&self, scope: Scope) -> bool;
+
+    /// Takes nothing more from these queues; what is under way is answered. Services whose queues are never handed back keep the default.
+    fn halt(&mut self, scope: Scope) {
+        let _ = scope;
+    }
+
+    /// Hands back these (halted, quiet) queues as they stand, with their numbers.
+    fn take_back(&mut self, scope: Scope) -> Vec<(u16, Queue)> {
+        let _ = scope;
+        Vec::new()
+    }
 
     /// The driver rang for queue `index`, or the service asked to be called again for it.
     fn kick(&mut self, index: u16) -> Progress;
@@ -160,9 +172,13 @@ pub struct Session {
     pub interrupt: Arc<dyn VirtioInterrupt>,
 }
 
+/// Queues that were being served, with their numbers, as they stand after the last answer.
+pub type HandedBack = Vec<(u16, Queue)>;
+
 enum Message {
     Activate(Session, Vec<ActiveQueue>),
     EnableQueue(ActiveQueue),
+    Halt(Scope, Sender<HandedBack>),
     Reset(Scope, Answer),
     Called,
     Stop,
@@ -259,6 +275,15 @@ impl Worker {
         Answers(vec![gate])
     }
 
+    /// Stops serving queues as [`Worker::reset`] does, but answers what is under way first. The queues come through the channel, which
+    /// ends without a word if the thread has ended.
+    #[must_use]
+    pub fn halt(&self, scope: Scope) -> Receiver<HandedBack> {
+        let (sender, queues) = channel();
+        let _ = self.send(Message::Halt(scope, sender));
+        queues
+    }
+
     fn send(&self, message: Message) -> Result<(), ActivateError> {
         self.caller.send(message)
     }
@@ -289,6 +314,7 @@ struct EventLoop {
     /// Queues, by number, and the source that want another turn without an event.
     again: Vec<u64>,
     draining: Vec<(Scope, Answer)>,
+    halting: Vec<(Scope, Sender<HandedBack>)>,
     /// The service's host files, as they are watched.
     watched: Vec<RawFd>,
     stopping: bool,
@@ -312,6 +338,7 @@ impl EventLoop {
             doorbells: Vec::new(),
             again: Vec::new(),
             draining: Vec::new(),
+            halting: Vec::new(),
             watched: Vec::new(),
             stopping: false,
         };
@@ -388,9 +415,26 @@ impl EventLoop {
             let service = &self.service;
             self.draining
                 .retain(|(scope, _answer)| !service.is_quiet(*scope));
+            self.hand_back();
         }
         self.forget_doorbells(Scope::All);
         self.service.end();
+    }
+
+    /// Hands back the halted queues whose last answer is given.
+    fn hand_back(&mut self) {
+        let mut halting = std::mem::take(&mut self.halting);
+        halting.retain(|(scope, owner)| {
+            let quiet = self.service.is_quiet(*scope);
+            if quiet {
+                let queues = self.service.take_back(*scope);
+                self.remove_queues(*scope);
+                // Nobody waits any more; the queues are as good as reset.
+                let _ = owner.send(queues);
+            }
+            !quiet
+        });
+        self.halting = halting;
     }
 
     /// How long to wait, in milliseconds as epoll takes it.
@@ -432,6 +476,11 @@ impl EventLoop {
                     }
                 }
                 Ok(Message::EnableQueue(queue)) => self.add_queue(queue),
+                Ok(Message::Halt(scope, owner)) => {
+                    self.forget_doorbells(scope);
+                    self.service.halt(scope);
+                    self.halting.push((scope, owner));
+                }
                 Ok(Message::Reset(scope, answer)) => {
                     self.remove_queues(scope);
                     self.draining.push((scope, answer));

@@ -32,6 +32,9 @@ enum Arguments {
         /// Where to write how many passed, failed and were skipped
         #[arg(long)]
         report: PathBuf,
+        /// The stories that take long, too
+        #[arg(long)]
+        long: bool,
         /// Parts of story names; none means all
         filter: Vec<String>,
     },
@@ -175,11 +178,17 @@ fn parse_site(text: &str) -> Result<Site, String> {
     serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
-fn selected(filter: &[String]) -> Vec<&'static Story> {
+/// A long story is told when it is asked for by its whole name, or `long`.
+fn selected(filter: &[String], long: bool) -> Vec<&'static Story> {
     stories::all()
         .filter(|story| {
             let name = story.full_name();
-            filter.is_empty() || filter.iter().any(|part| name.contains(part.as_str()))
+            let wanted =
+                filter.is_empty() || filter.iter().any(|part| name.contains(part.as_str()));
+            let asked_for = filter
+                .iter()
+                .any(|part| *part == name || part == story.name);
+            wanted && (long || asked_for || !story.only_long)
         })
         .collect()
 }
@@ -210,10 +219,9 @@ fn test(
     place: &Place,
     shards: usize,
     report_path: &Path,
-    filter: &[String],
+    stories: Vec<&'static Story>,
 ) -> io::Result<ExitCode> {
     let lab = place.lab()?;
-    let stories = selected(filter);
     if stories.is_empty() {
         return Err(io::Error::other(
             "no story has such a name: see drover-lab list",
@@ -396,7 +404,8 @@ fn bench_block(
     options: &bench::block::Options,
     json: &Path,
 ) -> io::Result<ExitCode> {
-    let report = bench::block::run(&place.folder, options).map_err(io::Error::other)?;
+    let report = bench::block::run(&place.folder, &place.programs.join("drover"), options)
+        .map_err(io::Error::other)?;
     fs::write(json, serde_json::to_string_pretty(&report)? + "\n")?;
     println!("{}", json.display());
     Ok(ExitCode::SUCCESS)
@@ -495,8 +504,9 @@ fn run(arguments: Arguments) -> io::Result<ExitCode> {
             place,
             shards,
             report,
+            long,
             filter,
-        } => test(&place, shards, &report, &filter),
+        } => test(&place, shards, &report, selected(&filter, long)),
         Arguments::Exec {
             place,
             memory_mib,

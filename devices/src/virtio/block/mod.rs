@@ -20,7 +20,7 @@ mod tests;
 
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 
 use drover_block::Disk;
 use zerocopy::IntoBytes;
@@ -34,7 +34,7 @@ use crate::virtio::block::request::{Limits, MAX_DISCARD_SECTORS, MAX_DISCARD_SEG
 use crate::virtio::block::state::BlockState;
 use crate::virtio::net::thread_name;
 use crate::virtio::queue::RING_FEATURES;
-use crate::virtio::worker::{Scope, Session, Worker};
+use crate::virtio::worker::{HandedBack, Scope, Session, Worker};
 use crate::virtio::{
     ActivateError, Activation, ActiveQueue, DeviceType, Pending, VirtioDevice, read_config_bytes,
 };
@@ -143,6 +143,12 @@ impl Block {
             },
             worker,
         })
+    }
+
+    /// Stops serving queues and answers what is under way in them; then they come through the channel as they stand.
+    #[must_use]
+    pub fn halt(&self, scope: Scope) -> Receiver<HandedBack> {
+        self.worker.halt(scope)
     }
 
     /// The way to its disk.

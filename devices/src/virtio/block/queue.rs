@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
 use drover_block::{Completion, Disk, IoError, Op};
+use virtio_queue::Queue;
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::GuestMemory;
@@ -91,6 +92,8 @@ struct Lane {
     under_way: u16,
     /// It has as much under way as it has entries, or nothing is served; looked at again after a completion or a call of the owner.
     waiting: bool,
+    /// Nothing more is taken from it.
+    halted: bool,
 }
 
 /// What a request turns into when it is done.
@@ -194,6 +197,12 @@ impl Server {
         else {
             return Progress::Idle;
         };
+        if lane.halted {
+            if let Some(place) = self.lanes.get_mut(usize::from(index)) {
+                *place = Some(lane);
+            }
+            return Progress::Idle;
+        }
         lane.queue.silence();
         lane.waiting = false;
         let memory = Arc::clone(lane.queue.memory());
@@ -426,7 +435,7 @@ impl Server {
             let index = u16::try_from(index).unwrap_or(u16::MAX);
             if self
                 .lane(index)
-                .is_some_and(|l| l.waiting && l.under_way < l.queue.size())
+                .is_some_and(|l| l.waiting && !l.halted && l.under_way < l.queue.size())
             {
                 let unfinished = self.take_requests(index) == Progress::More;
                 if let Some(lane) = self.lane(index) {
@@ -504,6 +513,7 @@ impl Service for Server {
                 epoch,
                 under_way: 0,
                 waiting: false,
+                halted: false,
             });
         }
     }
@@ -528,6 +538,25 @@ impl Service for Server {
                 .get(usize::from(index))
                 .is_none_or(|n| *n == 0),
         }
+    }
+
+    fn halt(&mut self, scope: Scope) {
+        for lane in self.lanes.iter_mut().flatten() {
+            lane.halted |= scope == Scope::All || scope == Scope::Queue(lane.queue.index());
+        }
+    }
+
+    fn take_back(&mut self, scope: Scope) -> Vec<(u16, Queue)> {
+        let concerned =
+            |lane: &mut Lane| scope == Scope::All || scope == Scope::Queue(lane.queue.index());
+        self.lanes
+            .iter_mut()
+            .filter_map(|lane| lane.take_if(concerned))
+            .map(|mut lane| {
+                lane.queue.signal();
+                (lane.queue.index(), lane.queue.into_queue())
+            })
+            .collect()
     }
 
     fn kick(&mut self, index: u16) -> Progress {
@@ -560,6 +589,7 @@ impl Service for Server {
     fn end(self: Box<Self>) {
         let closed = self.engine.map(Engine::close);
         if let Some(Err(error)) = closed {
+            count(&self.metrics.failed, 1);
             tracing::error!("closing a disk: {error}");
         }
     }

@@ -1,4 +1,5 @@
-//! `bench block`: the image engine in this process against `qemu-img bench`, on the same images, in one run.
+//! `bench block`: the image engine in this process against `qemu-img bench`, and behind vhost-user against QEMU's storage daemon,
+//! on the same images, in one run.
 //!
 //! ```text
 //! row   = case x place (tmpfs, disk) x engine (ring, threads) x depth (1, 32)
@@ -13,6 +14,7 @@
 mod images;
 mod ours;
 mod qemu;
+mod served;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -202,6 +204,43 @@ struct Row {
 }
 
 impl Row {
+    /// A row without a goal, from the runs of both sides.
+    fn of_runs(
+        case: &str,
+        place: Place,
+        engine: &'static str,
+        depth: u64,
+        requests: f64,
+        (ours, theirs): (&[Run], &[Run]),
+        mut more: Value,
+    ) -> Self {
+        let times =
+            |runs: &[Run]| -> Vec<f64> { runs.iter().map(|run| run.time.as_secs_f64()).collect() };
+        let cpu = |runs: &[Run]| {
+            let each: Vec<f64> = runs
+                .iter()
+                .map(|run| run.cpu.as_secs_f64() * 1e6 / requests)
+                .collect();
+            rounded(median(&each))
+        };
+        let (our_times, their_times) = (times(ours), times(theirs));
+        let rates = [&our_times, &their_times].map(|times| (requests / median(times)).round());
+        more["ours_per_second"] = json!(rates[0]);
+        more["qemu_per_second"] = json!(rates[1]);
+        more["rates"] = json!(format!("{}/{}", rates[0], rates[1]));
+        more["cpu_us"] = json!(cpu(ours));
+        more["qemu_cpu_us"] = json!(cpu(theirs));
+        Self {
+            case: case.to_owned(),
+            place: place.name(),
+            engine,
+            depth,
+            ratio: ratio_of_pairs(&their_times, &our_times),
+            goal: None,
+            more,
+        }
+    }
+
     fn json(&self) -> Value {
         let mut row = json!({
             "case": self.case,
@@ -254,12 +293,12 @@ impl Row {
     }
 }
 
-/// Runs the benchmark in `folder` (a disk) and in `/dev/shm`; returns the rows as JSON.
+/// Runs the benchmark in `folder` (a disk) and in `/dev/shm`; returns the rows as JSON. `drover` is the program of that name.
 ///
 /// # Errors
 ///
 /// QEMU's tools are missing, an image cannot be made, or a request fails.
-pub fn run(folder: &Path, options: &Options) -> Result<Value> {
+pub fn run(folder: &Path, drover: &Path, options: &Options) -> Result<Value> {
     println!(
         "{:36} {:5} {:7} {:>5} {:^20} {:>17} {:>16}",
         "case", "place", "engine", "depth", "QEMU/ours", "requests/s", "CPU a request"
@@ -268,6 +307,7 @@ pub fn run(folder: &Path, options: &Options) -> Result<Value> {
     for place in Place::ALL {
         let room = Room::new(place, folder)?;
         rows.extend(in_place(place, &room.0, options)?);
+        rows.extend(served::in_place(place, &room.0, drover, options)?);
     }
     Ok(Value::Array(rows.iter().map(Row::json).collect()))
 }
@@ -364,53 +404,48 @@ fn measure(
     };
     // What it takes QEMU to start and open the chain is none of its requests' CPU time.
     let start = qemu::run(chain, Load { count: 1, ..load }, engine)?.cpu;
-    let (mut ours_runs, mut their_runs) = (Vec::new(), Vec::new());
+    let (ours_runs, mut their_runs) = pairs_of(pairs, ours, theirs)?;
+    for run in &mut their_runs {
+        run.cpu = run.cpu.saturating_sub(start);
+    }
+    let mut row = Row::of_runs(
+        case.name,
+        place,
+        engine_name(engine),
+        load.depth,
+        count(load.count),
+        (&ours_runs, &their_runs),
+        json!({"pairs": pairs}),
+    );
+    row.goal = case.goals[match (load.depth, place) {
+        (1, Place::Tmpfs) => 0,
+        (1, Place::Disk) => 1,
+        _ => 2,
+    }];
+    if case.mapped && load.depth == 1 && !load.write {
+        row.more["cpu_us_goal"] = json!(CPU_US);
+        row.more["cpu_us_reached"] = json!(row.more["cpu_us"].as_f64() <= Some(CPU_US));
+    }
+    Ok(row)
+}
+
+/// What both sides gave, pair by pair; they take turns in going first.
+fn pairs_of<T>(
+    pairs: usize,
+    mut ours: impl FnMut() -> Result<T>,
+    mut theirs: impl FnMut() -> Result<T>,
+) -> Result<(Vec<T>, Vec<T>)> {
+    let (mut our_runs, mut their_runs) = (Vec::new(), Vec::new());
     for pair in 0..pairs {
         if pair % 2 == 0 {
-            ours_runs.push(ours()?);
+            our_runs.push(ours()?);
             their_runs.push(theirs()?);
         } else {
             their_runs.push(theirs()?);
-            ours_runs.push(ours()?);
+            our_runs.push(ours()?);
         }
     }
-    let times =
-        |runs: &[Run]| -> Vec<f64> { runs.iter().map(|run| run.time.as_secs_f64()).collect() };
-    let (ours_times, their_times) = (times(&ours_runs), times(&their_runs));
-    let a_request = |runs: &[Run], start: Duration| {
-        let each: Vec<f64> = runs
-            .iter()
-            .map(|run| run.cpu.saturating_sub(start).as_secs_f64() * 1e6 / count(load.count))
-            .collect();
-        median(&each)
-    };
-    let cpu = a_request(&ours_runs, Duration::ZERO);
-    let rates = [&ours_times, &their_times].map(|times| count(load.count) / median(times));
-    let mut more = json!({
-        "ours_per_second": rates[0].round(),
-        "qemu_per_second": rates[1].round(),
-        "rates": format!("{:.0}/{:.0}", rates[0], rates[1]),
-        "cpu_us": rounded(cpu),
-        "qemu_cpu_us": rounded(a_request(&their_runs, start)),
-        "pairs": pairs,
-    });
-    if case.mapped && load.depth == 1 && !load.write {
-        more["cpu_us_goal"] = json!(CPU_US);
-        more["cpu_us_reached"] = json!(cpu <= CPU_US);
-    }
-    Ok(Row {
-        case: case.name.to_owned(),
-        place: place.name(),
-        engine: engine_name(engine),
-        depth: load.depth,
-        ratio: ratio_of_pairs(&their_times, &ours_times),
-        goal: case.goals[match (load.depth, place) {
-            (1, Place::Tmpfs) => 0,
-            (1, Place::Disk) => 1,
-            _ => 2,
-        }],
-        more,
-    })
+    Ok((our_runs, their_runs))
 }
 
 #[expect(
@@ -427,20 +462,17 @@ const OPEN: &str = "open 2 TiB";
 fn opening(room: &Path, place: Place, engine: IoEngine, pairs: usize) -> Result<Row> {
     let chain = Chain::make(room, Shape::Huge)?;
     let mut daemon = qemu::Daemon::start()?;
-    let (mut ours_times, mut their_times) = (Vec::new(), Vec::new());
-    ours::open(&chain, engine)?;
-    daemon.open(&chain, engine)?;
-    // An opening takes so little that more of them cost nothing.
+    // An opening takes so little that more of them cost nothing; the first brings the image into the cache.
     let pairs = pairs * 5;
-    for pair in 0..pairs {
-        if pair % 2 == 0 {
-            ours_times.push(ours::open(&chain, engine)?.as_secs_f64());
-            their_times.push(daemon.open(&chain, engine)?.as_secs_f64());
-        } else {
-            their_times.push(daemon.open(&chain, engine)?.as_secs_f64());
-            ours_times.push(ours::open(&chain, engine)?.as_secs_f64());
-        }
-    }
+    let (ours_times, their_times) = pairs_of(
+        pairs + 1,
+        || ours::open(&chain, engine),
+        || daemon.open(&chain, engine),
+    )?;
+    let seconds = |times: &[Duration]| -> Vec<f64> {
+        times.iter().skip(1).map(Duration::as_secs_f64).collect()
+    };
+    let (ours_times, their_times) = (seconds(&ours_times), seconds(&their_times));
     let ms = median(&ours_times) * 1e3;
     let qemu_ms = median(&their_times) * 1e3;
     Ok(Row {

@@ -12,7 +12,7 @@ use super::{Load, Run};
 use crate::failure::{Context as _, Failure, Result};
 
 /// What QEMU calls the way of moving bytes that is like one of ours.
-fn aio(engine: IoEngine) -> &'static str {
+pub(super) fn aio(engine: IoEngine) -> &'static str {
     match engine {
         IoEngine::IoUring => "io_uring",
         IoEngine::Threads | IoEngine::Inline => "threads",

@@ -190,13 +190,7 @@ impl Disk {
         Ok(disk)
     }
 
-    /// [`Disk::open`] with transfers in an order that `seed` chooses.
-    #[cfg(test)]
-    pub(crate) fn open_shuffled(spec: &DiskSpec, seed: u64) -> Result<Self, Error> {
-        Self::open_shuffled_with(spec, seed, &DiskOptions::default())
-    }
-
-    /// [`Disk::open_shuffled`] with options, of which the engine does not count.
+    /// [`Disk::open_with`] with transfers in an order that `seed` chooses, instead of those of an engine.
     #[cfg(test)]
     pub(crate) fn open_shuffled_with(
         spec: &DiskSpec,

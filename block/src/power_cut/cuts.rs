@@ -86,18 +86,6 @@ fn cut_everywhere(scene: &Scene, seed: u64, work: Work, share: u64) {
             }
             let what = format!("seed {seed} round {round} depth {depth} cut {n}");
             medium.cut(&mut random, &what);
-            if std::env::var_os("TRACE").is_some() {
-                let d: Vec<String> = events[..=n]
-                    .iter()
-                    .map(|e| match e {
-                        Event::Write { id, file, at, bytes } => format!("W#{id} f{file} {at:#x}+{:#x}", bytes.len()),
-                        Event::Mark(m) => format!("M {:?}", deeds[*m]),
-                        e => format!("{e:?}"),
-                    })
-                    .collect();
-                let k = d.len().saturating_sub(60);
-                std::fs::write("/tmp/proof-trace", d[k..].join("\n")).unwrap();
-            }
             promise.check(&scene.read_all(), &what);
             if random.below(SAMPLE) == 0 {
                 medium.agreed();
@@ -105,6 +93,7 @@ fn cut_everywhere(scene: &Scene, seed: u64, work: Work, share: u64) {
                     job(scene);
                     medium.agreed();
                     promise.check(&scene.read_all(), &format!("{what}, and done again"));
+                    scene.reset();
                 }
             }
             done += 1;

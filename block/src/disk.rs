@@ -9,7 +9,7 @@
 
 use std::future::Future;
 use std::os::fd::BorrowedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -23,11 +23,12 @@ use crate::io::queue::Queue;
 use crate::online::{Running, Step, StepEnd};
 use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
+use crate::qcow2::relabel::Label;
 use crate::statistics::DiskStatistics;
 use crate::task::{self, Executor, Kind, Serve};
 use crate::throttle::Admission;
 use crate::timer::{self, Timer};
-use crate::{Backing, DiskSpec};
+use crate::{Backing, DiskSpec, Format};
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
 #[derive(Debug)]
@@ -194,7 +195,7 @@ impl Disk {
                 Arc::clone(statistics)
             }
         };
-        let mut disk = Self::new(chain, spec, queue, statistics);
+        let mut disk = Self::new_counting(chain, spec, queue, statistics);
         if disk.queue.is_some() || options.throttle.is_some() {
             let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
             let timer = Arc::new(timer);
@@ -209,13 +210,7 @@ impl Disk {
         Ok(disk)
     }
 
-    /// [`Disk::open`] with transfers in an order that `seed` chooses.
-    #[cfg(test)]
-    pub(crate) fn open_shuffled(spec: &DiskSpec, seed: u64) -> Result<Self, Error> {
-        Self::open_shuffled_with(spec, seed, &DiskOptions::default())
-    }
-
-    /// [`Disk::open_shuffled`] with options, of which the engine does not count.
+    /// [`Disk::open_with`] with transfers in an order that `seed` chooses, instead of those of an engine.
     #[cfg(test)]
     pub(crate) fn open_shuffled_with(
         spec: &DiskSpec,
@@ -223,7 +218,7 @@ impl Disk {
         options: &DiskOptions,
     ) -> Result<Self, Error> {
         let chain = Chain::open(spec, writable_layers(spec, options)?, &options.cache)?;
-        let mut disk = Self::new(chain, spec, Some(Queue::shuffle(seed)), Arc::default());
+        let mut disk = Self::new(chain, spec, Some(Queue::shuffle(seed)));
         if options.commit_below {
             let size = disk.size_bytes();
             disk.grow_below(size)?;
@@ -231,7 +226,11 @@ impl Disk {
         Ok(disk)
     }
 
-    fn new(
+    fn new(chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
+        Self::new_counting(chain, spec, queue, Arc::default())
+    }
+
+    fn new_counting(
         mut chain: Chain,
         spec: &DiskSpec,
         queue: Option<Queue>,
@@ -507,6 +506,24 @@ impl Disk {
         }
     }
 
+    /// The disk as it is read, whose top the caller has locked; see [`Chain::open_locked`].
+    pub(crate) fn open_locked(spec: &DiskSpec) -> Result<Self, Error> {
+        Ok(Self::new(Chain::open_locked(spec)?, spec, None))
+    }
+
+    /// The top image over something else than its header says; see [`Chain::open_over`].
+    pub(crate) fn open_over(spec: &DiskSpec, below: Option<&DiskSpec>) -> Result<Self, Error> {
+        let written = DiskSpec {
+            read_only: false,
+            ..spec.clone()
+        };
+        Ok(Self::new(
+            Chain::open_over(&spec.top, below)?,
+            &written,
+            None,
+        ))
+    }
+
     /// Which layer answers for the first bytes of a range.
     pub(crate) fn locate(&mut self, offset: u64, length: u64) -> Result<Located, IoError> {
         let core = self.executor.shared();
@@ -533,6 +550,43 @@ impl Disk {
         match core.chain.top() {
             Image::Raw(_) => Err(IoError::Unsupported("compression")),
             Image::Qcow2(qcow2) => self.drive(qcow2.write_packed(offset, packed)),
+        }
+    }
+
+    /// Makes the header of the top image name another layer below, or none, durably and in one step.
+    pub(crate) fn relabel(&mut self, label: Option<Label<'_>>) -> Result<(), ErrorKind> {
+        let core = self.executor.shared();
+        match core.chain.top() {
+            Image::Raw(_) => Err(ErrorKind::Backing(
+                "a raw image has no backing files".into(),
+            )),
+            Image::Qcow2(qcow2) => self.drive(qcow2.relabel(label)),
+        }
+    }
+
+    /// The files of the disk and their formats, the top one first.
+    pub(crate) fn layers(&self) -> Vec<(PathBuf, Format)> {
+        let chain = &self.core().chain;
+        let layers = (0..).map_while(|depth| chain.layer(depth));
+        layers
+            .map(|image| {
+                let format = match image {
+                    Image::Raw(_) => Format::Raw,
+                    Image::Qcow2(_) => Format::Qcow2,
+                };
+                (image.file().path().to_owned(), format)
+            })
+            .collect()
+    }
+
+    /// Bytes of a cluster of the top image, and the version of its format; `None` for a raw one.
+    pub(crate) fn cluster_size(&self) -> Option<(u64, u32)> {
+        match self.top() {
+            Image::Raw(_) => None,
+            Image::Qcow2(qcow2) => {
+                let header = qcow2.header();
+                Some((header.geometry.cluster_size(), header.version))
+            }
         }
     }
 

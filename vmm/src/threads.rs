@@ -6,6 +6,7 @@
 //! | api | HTTP server | sockets and epoll |
 //! | vcpu | vcpu-N | KVM ioctls, signals |
 //! | disk, net, slow | device threads | their files' reads and writes, epoll |
+//! | vhost_user | device threads | a unix socket, epoll |
 //!
 //! A thread starts with its creator's filter and can only narrow it further. The policies are compiled when Drover is built, so that
 //! starting a thread costs two system calls.
@@ -31,17 +32,20 @@ pub enum Role {
     Net,
     /// Serves a slow device.
     Slow,
+    /// Speaks with the back end of a vhost-user device.
+    VhostUser,
 }
 
 impl Role {
     /// All of them.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Control,
         Self::Api,
         Self::Vcpu,
         Self::Disk,
         Self::Net,
         Self::Slow,
+        Self::VhostUser,
     ];
 
     fn code(self) -> &'static [u8] {
@@ -52,6 +56,7 @@ impl Role {
             Self::Disk => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-disk")),
             Self::Net => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-net")),
             Self::Slow => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-slow")),
+            Self::VhostUser => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-vhost_user")),
         }
     }
 }
@@ -62,6 +67,7 @@ impl From<ThreadRole> for Role {
             ThreadRole::Disk => Self::Disk,
             ThreadRole::Net => Self::Net,
             ThreadRole::Slow => Self::Slow,
+            ThreadRole::VhostUser => Self::VhostUser,
         }
     }
 }

@@ -175,7 +175,8 @@ impl Disk {
                     .map_err(|e| Error::io(path, "make an io_uring for", e))?,
             ),
             IoEngine::Threads => {
-                Some(Queue::threads().map_err(|e| Error::io(path, "start threads for", e))?)
+                let queue = Queue::threads(options.thread_start.as_ref());
+                Some(queue.map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
         let mut disk = Self::new(chain, spec, queue);

@@ -46,7 +46,7 @@ pub use chain::MAX_LAYERS;
 pub use disk::{Completion, Disk, Op, Request};
 pub use error::{Error, ErrorClass, ErrorKind, IoError};
 pub use online::{Job, JobError, JobHandle, JobProgress, JobState};
-pub use options::{DetectZeroes, DiskOptions, IoEngine};
+pub use options::{DetectZeroes, DiskOptions, IoEngine, ThreadStart};
 
 /// The format of an image; always stated, never guessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

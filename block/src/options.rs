@@ -1,5 +1,7 @@
 //! How a disk works, beside which files it is made of: what moves its bytes, what it spares, what it may use.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use crate::budget::CacheBudget;
@@ -56,6 +58,30 @@ pub struct DiskOptions {
     /// The layer below the top is written, too, so that the top can be committed to it ([`Job::Commit`](crate::Job::Commit)). It is
     /// made as large as the top when the disk is opened, and has to be listed in the definition.
     pub commit_below: bool,
+    /// Run first by each thread of [`IoEngine::Threads`]: a sandbox narrows itself there.
+    pub thread_start: Option<ThreadStart>,
+}
+
+/// What a thread does first.
+#[derive(Clone)]
+pub struct ThreadStart(Arc<dyn Fn() + Send + Sync>);
+
+impl ThreadStart {
+    /// `start` runs on each new thread, before anything else.
+    #[must_use]
+    pub fn new(start: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(start))
+    }
+
+    pub(crate) fn run(&self) {
+        (self.0)();
+    }
+}
+
+impl std::fmt::Debug for ThreadStart {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ThreadStart")
+    }
 }
 
 impl From<IoEngine> for DiskOptions {

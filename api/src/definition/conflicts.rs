@@ -75,6 +75,14 @@ const CONFLICTS: &[Conflict] = &[
     },
     Conflict {
         find: |vm| {
+            disk(vm, "limit_group", |d| {
+                d.limit_group.is_some() && d.limits.is_some()
+            })
+        },
+        why: "a disk keeps to `limits` of its own or to those of a group, never both",
+    },
+    Conflict {
+        find: |vm| {
             vm.disks.iter().enumerate().find_map(|(index, disk)| {
                 let same = |other: &DiskConfig| {
                     other.path == disk.path && !(other.read_only && disk.read_only)
@@ -100,6 +108,13 @@ const CONFLICTS: &[Conflict] = &[
             })
         },
         why: "a layer below a disk is read-only, but this image is written as a disk of this VM",
+    },
+    Conflict {
+        find: |vm| {
+            let private = !vm.vhost_user_disks.is_empty() && !vm.memory.shared;
+            private.then(|| "memory.shared".into())
+        },
+        why: "a process that serves a vhost-user disk must be able to map the guest's memory: set it to true",
     },
     Conflict {
         find: |vm| {

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::{
     ByteSize, DefinitionError, DiskConfig, MemoryConfig, NetConfig, SerialConfig, TapConfig,
-    Topology, VmConfig, conflicts,
+    Topology, VhostUserDiskConfig, VmConfig, conflicts,
 };
 
 /// The bounds of single values.
@@ -36,6 +36,12 @@ pub mod limits {
     pub const DISK_SERIAL: usize = 20;
     /// Layers below a disk.
     pub const BACKING: usize = 64;
+    /// A limit's rate, a second.
+    pub const RATE: RangeInclusive<u64> = 1..=1 << 50;
+    /// How long a burst lasts.
+    pub const BURST_SECONDS: RangeInclusive<u64> = 1..=86_400;
+    /// Groups of limits.
+    pub const LIMIT_GROUPS: usize = 30;
     /// Request queues of a disk.
     pub const DISK_QUEUES: RangeInclusive<u64> = 1..=64;
     /// Queue pairs of a network card.
@@ -82,12 +88,17 @@ impl VmConfig {
         for (index, disk) in self.disks.iter().enumerate() {
             disk.check(&format!("disks[{index}]"))?;
         }
+        self.check_limit_groups()?;
+        for (index, disk) in self.vhost_user_disks.iter().enumerate() {
+            disk.check(&format!("vhost_user_disks[{index}]"))?;
+        }
         for (index, net) in self.nets.iter().enumerate() {
             net.check(&format!("nets[{index}]"))?;
         }
         self.check_serial()?;
         self.check_uniqueness()?;
-        let devices = self.disks.len() + self.nets.len() + usize::from(self.rng);
+        let disks = self.disks.len() + self.vhost_user_disks.len();
+        let devices = disks + self.nets.len() + usize::from(self.rng);
         if devices > limits::DEVICES {
             return Err(DefinitionError::whole(format!(
                 "{devices} devices (disks, nets and rng) are too many, at most {}",
@@ -97,22 +108,46 @@ impl VmConfig {
         conflicts::check(self)
     }
 
+    fn check_limit_groups(&self) -> Result {
+        let groups = &self.limit_groups;
+        if groups.len() > limits::LIMIT_GROUPS {
+            return refuse(
+                "limit_groups",
+                format!(
+                    "{} are too many, at most {}",
+                    groups.len(),
+                    limits::LIMIT_GROUPS
+                ),
+            );
+        }
+        for (index, group) in groups.iter().enumerate() {
+            check_id(&format!("limit_groups[{index}].id"), &group.id)?;
+            group
+                .limits
+                .check(&format!("limit_groups[{index}].limits"))?;
+        }
+        let ids = groups.iter().enumerate();
+        unique(ids.map(|(i, group)| (format!("limit_groups[{i}].id"), &group.id)))?;
+        for (index, disk) in self.disks.iter().enumerate() {
+            let Some(wanted) = &disk.limit_group else {
+                continue;
+            };
+            if !groups.iter().any(|group| group.id == *wanted) {
+                return refuse(
+                    format!("disks[{index}].limit_group"),
+                    format!("there is no \"{wanted}\" among limit_groups"),
+                );
+            }
+        }
+        Ok(())
+    }
+
     fn check_serial(&self) -> Result {
         match &self.serial {
             SerialConfig::None | SerialConfig::Stdio | SerialConfig::Pty => Ok(()),
             SerialConfig::File { path } => check_path("serial.path", path),
             SerialConfig::Socket { path, scrollback } => {
-                check_path("serial.path", path)?;
-                let length = path.as_os_str().len();
-                if length > limits::SOCKET_PATH {
-                    return refuse(
-                        "serial.path",
-                        format!(
-                            "{length} bytes are too many for a socket's path, at most {}",
-                            limits::SOCKET_PATH
-                        ),
-                    );
-                }
+                check_socket("serial.path", path)?;
                 if *scrollback > limits::SCROLLBACK_MAX {
                     return refuse(
                         "serial.scrollback",
@@ -138,7 +173,17 @@ impl VmConfig {
             .iter()
             .enumerate()
             .map(|(i, n)| (format!("nets[{i}].id"), &n.id));
-        unique(disk_ids.chain(net_ids))?;
+        let served = self
+            .vhost_user_disks
+            .iter()
+            .enumerate()
+            .map(|(i, d)| (format!("vhost_user_disks[{i}].id"), &d.id));
+        unique(disk_ids.chain(served).chain(net_ids))?;
+        let sockets = self.vhost_user_disks.iter().enumerate();
+        unique(sockets.map(|(i, d)| {
+            let field = format!("vhost_user_disks[{i}].socket");
+            (field, d.socket.to_string_lossy().into_owned())
+        }))?;
         let macs = self.nets.iter().enumerate();
         unique(macs.map(|(i, net)| (format!("nets[{i}].mac"), self.mac_of(net))))?;
         let taps = self
@@ -219,6 +264,18 @@ impl DiskConfig {
                 ),
             );
         }
+        if let Some(limits) = &self.limits {
+            limits.check(&format!("{at}.limits"))?;
+        }
+        within(&format!("{at}.queues"), self.queues, &limits::DISK_QUEUES)?;
+        check_queue_size(at, self.queue_size)
+    }
+}
+
+impl VhostUserDiskConfig {
+    fn check(&self, at: &str) -> Result {
+        check_id(&format!("{at}.id"), &self.id)?;
+        check_socket(&format!("{at}.socket"), &self.socket)?;
         within(&format!("{at}.queues"), self.queues, &limits::DISK_QUEUES)?;
         check_queue_size(at, self.queue_size)
     }
@@ -285,7 +342,7 @@ fn check_cmdline(cmdline: &str) -> Result {
     }
 }
 
-fn check_path(field: &str, path: &Path) -> Result {
+pub(crate) fn check_path(field: &str, path: &Path) -> Result {
     let bytes = path.as_os_str().as_encoded_bytes();
     if bytes.is_empty() {
         return refuse(field, "the path is empty");
@@ -302,6 +359,21 @@ fn check_path(field: &str, path: &Path) -> Result {
     }
     if bytes.contains(&0) {
         return refuse(field, "a path contains no NUL character");
+    }
+    Ok(())
+}
+
+fn check_socket(field: &str, path: &Path) -> Result {
+    check_path(field, path)?;
+    let length = path.as_os_str().len();
+    if length > limits::SOCKET_PATH {
+        return refuse(
+            field,
+            format!(
+                "{length} bytes are too many for a socket's path, at most {}",
+                limits::SOCKET_PATH
+            ),
+        );
     }
     Ok(())
 }

@@ -30,6 +30,7 @@ use super::ring::Ring;
 use super::shuffle::Shuffle;
 use super::sys::{Action, Call, perform};
 use crate::buffers::RawSlice;
+use crate::options::ThreadStart;
 
 /// Calls under way for which there is room from the beginning.
 pub(super) const USUAL: usize = 256;
@@ -81,8 +82,8 @@ impl Queue {
     }
 
     /// Calls performed by threads.
-    pub(crate) fn threads() -> io::Result<Self> {
-        Ok(Self::new(Back::Pool(Pool::new()?)))
+    pub(crate) fn threads(start: Option<&ThreadStart>) -> io::Result<Self> {
+        Ok(Self::new(Back::Pool(Pool::new(start)?)))
     }
 
     /// Calls performed in an order that a test's random numbers choose.

@@ -18,6 +18,8 @@
 mod back_end;
 mod metrics;
 mod relay;
+#[cfg(test)]
+mod tests;
 
 use std::io;
 use std::net::Shutdown;

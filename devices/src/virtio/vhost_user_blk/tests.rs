@@ -249,7 +249,7 @@ fn qemu_storage_daemon_is_a_back_end_as_well() {
         .args(["--blockdev", &node, "--export", &export])
         .spawn();
     let Ok(daemon) = daemon else {
-        eprintln!("skipped: qemu-storage-daemon is not installed");
+        println!("skipped: qemu-storage-daemon is not installed");
         return;
     };
     let daemon = Daemon(daemon);

@@ -24,9 +24,10 @@ use crate::online::{Running, Step, StepEnd};
 use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::qcow2::relabel::Label;
+use crate::statistics::DiskStatistics;
 use crate::task::{self, Executor, Kind, Serve};
 use crate::throttle::Admission;
-use crate::timer::Timer;
+use crate::timer::{self, Timer};
 use crate::{Backing, DiskSpec, Format};
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
@@ -105,6 +106,7 @@ pub(crate) struct Core {
     pub(crate) chain: Chain,
     pub(crate) read_only: bool,
     discard: bool,
+    statistics: Arc<DiskStatistics>,
 }
 
 /// What runs as a task.
@@ -127,7 +129,7 @@ impl Serve<Work, Outcome> for Core {
             Work::Job(step) => return Outcome::Job(Box::pin(step.run(&core)).await),
         };
         let Request { tag, op } = request;
-        let result = core.run(&op).await;
+        let result = core.run_counted(&op).await;
         Outcome::Guest(Completion::new(tag, result, op))
     }
 }
@@ -186,7 +188,14 @@ impl Disk {
                 Some(queue.map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
-        let mut disk = Self::new(chain, spec, queue);
+        let statistics = match &options.statistics {
+            None => Arc::default(),
+            Some(statistics) => {
+                statistics.attach(chain.counts(), chain.top().file().fd());
+                Arc::clone(statistics)
+            }
+        };
+        let mut disk = Self::new_counting(chain, spec, queue, statistics);
         if disk.queue.is_some() || options.throttle.is_some() {
             let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
             let timer = Arc::new(timer);
@@ -217,7 +226,16 @@ impl Disk {
         Ok(disk)
     }
 
-    fn new(mut chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
+    fn new(chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
+        Self::new_counting(chain, spec, queue, Arc::default())
+    }
+
+    fn new_counting(
+        mut chain: Chain,
+        spec: &DiskSpec,
+        queue: Option<Queue>,
+        statistics: Arc<DiskStatistics>,
+    ) -> Self {
         let queue = queue.map(Arc::new);
         if let Some(queue) = &queue {
             chain.set_queue(queue);
@@ -227,6 +245,7 @@ impl Disk {
                 chain,
                 read_only: spec.read_only,
                 discard: spec.discard,
+                statistics,
             }),
             queue,
             timer: None,
@@ -283,6 +302,12 @@ impl Disk {
         Arc::clone(self.core().chain.counts())
     }
 
+    /// What the disk counts.
+    #[must_use]
+    pub fn statistics(&self) -> Arc<DiskStatistics> {
+        Arc::clone(&self.core().statistics)
+    }
+
     /// Begins a request; its completion comes from [`Disk::poll`], which has to be called after a batch of these: it is what
     /// hands the transfers to the host.
     pub fn submit(&mut self, request: Request) {
@@ -300,7 +325,7 @@ impl Disk {
             Some(_) => self.executor.start(Work::Guest(request)),
             None => {
                 let Request { tag, op } = request;
-                let result = task::complete(self.core().run(&op));
+                let result = task::complete(self.core().run_counted(&op));
                 Some(Outcome::Guest(Completion::new(tag, result, op)))
             }
         };
@@ -326,7 +351,8 @@ impl Disk {
         if let Some(timer) = &self.timer {
             timer.clear_due();
         }
-        while let Some((request, _)) = self.admission.as_mut().and_then(Admission::next) {
+        while let Some((request, waited)) = self.admission.as_mut().and_then(Admission::next) {
+            self.core().statistics.count_wait(waited);
             self.start(request);
         }
         self.turn(false);
@@ -385,7 +411,7 @@ impl Disk {
             }
         }
         let core = self.executor.shared();
-        self.drive(core.run(op))
+        self.drive(core.run_counted(op))
     }
 
     /// Makes everything durable and lets go of the images.
@@ -626,6 +652,14 @@ fn writable_layers(spec: &DiskSpec, options: &DiskOptions) -> Result<usize, Erro
 }
 
 impl Core {
+    async fn run_counted(&self, op: &Op) -> Result<(), IoError> {
+        let begin = timer::now();
+        let result = self.run(op).await;
+        let nanos = timer::now().saturating_sub(begin);
+        self.statistics.count(op, nanos, &result);
+        result
+    }
+
     async fn run(&self, op: &Op) -> Result<(), IoError> {
         match op {
             Op::Read { offset, buffers } => {

@@ -747,7 +747,10 @@ fn a_flattened_disk_is_not_opened_on_its_old_layers_again() {
     disk.discard(0, MIB);
     disk.close();
     let message = common::refusal(&spec);
-    assert!(message.contains("may have been flattened") && message.contains("base.qcow2"), "{message}");
+    assert!(
+        message.contains("may have been flattened") && message.contains("base.qcow2"),
+        "{message}"
+    );
 }
 
 #[test]

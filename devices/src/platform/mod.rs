@@ -9,12 +9,15 @@
 //! | 0xcf9 | reset control | [`reset`] |
 //! | PMBASE + 0x00–0x7f | ACPI power management, SCI on GSI 9 | [`pm`] |
 //!
+//! [`pflash`], the firmware's flash, lies in memory below 4 GiB.
+//!
 //! The serial port's other end, on the host, is one of the back ends in [`console`].
 //!
 //! A device that the guest uses to end or restart itself says so through a [`PowerSink`]; it never acts on the process.
 
 pub mod console;
 pub mod i8042;
+pub mod pflash;
 pub mod pm;
 pub mod port92;
 pub mod reset;

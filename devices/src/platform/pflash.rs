@@ -170,7 +170,7 @@ impl Flash {
     pub fn reset(&self) -> io::Result<()> {
         let mut chip = lock(&self.chip);
         chip.status = spec::READY;
-        chip.to_array()
+        chip.show_array()
     }
 
     /// What a snapshot keeps.
@@ -208,7 +208,7 @@ impl Flash {
 }
 
 impl Chip {
-    fn to_array(&mut self) -> io::Result<()> {
+    fn show_array(&mut self) -> io::Result<()> {
         if self.unsynced {
             // The driver is done with a change: what it reads from now on is there after a power cut too.
             match self.store.sync() {
@@ -362,9 +362,9 @@ impl BusDevice for Flash {
             let shown = match (before, now) {
                 (true, false) => chip.window.as_memory(false),
                 (false, true) => {
-                    // Marked as not there yet, so that `to_array` goes all the way.
+                    // Marked as not there yet, so that `show_array` goes all the way.
                     chip.mode = Mode::Status;
-                    chip.to_array()
+                    chip.show_array()
                 }
                 _ => Ok(()),
             };
@@ -392,7 +392,10 @@ fn query_table(length: u64) -> Vec<u8> {
         // Typical times, log2: byte, buffer (µs), block (ms); longest as multiples.
         (0x1f, &[0x07, 0x07, 0x0a, 0x00, 0x04, 0x04, 0x04, 0x00]),
         // Size, width x8, write buffer, one kind of block.
-        (0x27, &[size_bits, 0x00, 0x00, spec::BUFFER_BITS, 0x00, 0x01]),
+        (
+            0x27,
+            &[size_bits, 0x00, 0x00, spec::BUFFER_BITS, 0x00, 0x01],
+        ),
         (0x2d, &[blocks_low, blocks_high, units_low, units_high]),
         (0x31, b"PRI10"),
         (0x36, &[0; 10]),

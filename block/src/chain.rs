@@ -6,6 +6,9 @@
 //!   layer 2   base       read only    ■ ■ ■ ■|         past its end: zero
 //! ```
 //!
+//! While the top is merged into the layer below it, layer 1 is written, too (`writable`); each layer that is written
+//! sees the chain from itself downwards ([`View`]).
+//!
 //! Which files these are and what format they have is stated by the caller. A header may only name files where the caller allowed
 //! it, and then only plain paths beneath the folder of the top image ([`Backing::FromHeader`]).
 
@@ -85,6 +88,28 @@ impl Image {
 /// The images of a disk, the top one first.
 pub(crate) struct Chain {
     layers: Vec<Image>,
+    /// How many layers, from the top, may change while the chain is open. The others never do.
+    #[allow(dead_code, reason = "the merged map asks for it")]
+    writable: usize,
+}
+
+/// A chain as one of its layers sees it: that layer and those below it.
+#[derive(Clone, Copy)]
+pub(crate) struct View<'a> {
+    chain: &'a Chain,
+    first: usize,
+}
+
+impl View<'_> {
+    /// [`Chain::read_held`] from this layer on; the clusters of this layer are held.
+    pub(crate) async fn read_held(self, offset: u64, span: Span<'_>) -> Result<(), IoError> {
+        self.chain.read_from(self.first, offset, span).await
+    }
+
+    /// Whether a range is known to read as zero from the tables alone.
+    pub(crate) async fn is_zero(self, offset: u64, length: u64) -> Result<bool, IoError> {
+        self.chain.is_zero_from(self.first, offset, length).await
+    }
 }
 
 /// Where the first bytes of a range come from: [`Mapping::Below`] where no layer has them.
@@ -104,17 +129,16 @@ struct Piece<'a> {
 }
 
 impl Chain {
-    /// Opens and locks every layer.
-    pub(crate) fn open(spec: &DiskSpec) -> Result<Self, Error> {
-        let mut opener = Opener::default();
-        let top = &spec.top;
-        let access = if spec.read_only {
-            Access::Read
-        } else {
-            Access::Write
+    /// Opens and locks every layer, the top `writable` ones for writing unless the disk is read-only.
+    pub(crate) fn open(spec: &DiskSpec, writable: usize) -> Result<Self, Error> {
+        let writable = if spec.read_only { 0 } else { writable };
+        let mut opener = Opener {
+            writable,
+            ..Opener::default()
         };
-        let file = BlockFile::open(&top.path, top.cache, !spec.read_only)?;
-        opener.push(file, top.format, access)?;
+        let top = &spec.top;
+        let file = BlockFile::open(&top.path, top.cache, opener.next_is_written())?;
+        opener.push(file, top.format)?;
         match &spec.backing {
             Backing::Explicit(layers) => opener.open_listed(layers)?,
             Backing::FromHeader { cache } => opener.open_named(&top.path, *cache)?,
@@ -126,17 +150,26 @@ impl Chain {
                 qcow2.set_below(n < last);
             }
         }
-        Ok(Self { layers })
+        Ok(Self { layers, writable })
     }
 
     /// Opens the top alone, though its header names a backing file: what it does not have itself reads as zero.
     pub(crate) fn open_alone(top: &Layer) -> Result<Self, Error> {
-        let mut opener = Opener::default();
+        let mut opener = Opener {
+            writable: 1,
+            ..Opener::default()
+        };
         let file = BlockFile::open(&top.path, top.cache, true)?;
-        opener.push(file, top.format, Access::Write)?;
+        opener.push(file, top.format)?;
         Ok(Self {
             layers: opener.layers,
+            writable: 1,
         })
+    }
+
+    /// The chain as the layer of this number sees it.
+    pub(crate) fn view(&self, first: usize) -> View<'_> {
+        View { chain: self, first }
     }
 
     /// The image that is written.
@@ -162,15 +195,19 @@ impl Chain {
         }
     }
 
-    /// Size of the layer under the top; 0 without one.
-    pub(crate) fn below_size(&self) -> u64 {
-        self.layers.get(1).map_or(0, Image::size)
+    /// Size of the layer under layer `depth`; 0 without one.
+    pub(crate) fn below_size(&self, depth: usize) -> u64 {
+        self.layers.get(depth + 1).map_or(0, Image::size)
     }
 
     /// Reads guest bytes; their clusters in the top image are held.
     pub(crate) async fn read_held(&self, offset: u64, span: Span<'_>) -> Result<(), IoError> {
+        self.read_from(0, offset, span).await
+    }
+
+    async fn read_from(&self, first: usize, offset: u64, span: Span<'_>) -> Result<(), IoError> {
         let mut piece = Piece {
-            layer: 0,
+            layer: first,
             offset,
             span,
         };
@@ -187,7 +224,7 @@ impl Chain {
             };
             let length = piece.span.len() as u64;
             let inside = image.size().saturating_sub(piece.offset).min(length);
-            if inside < length && piece.layer > 0 {
+            if inside < length && piece.layer > first {
                 // A shorter layer below reads as zero past its end.
                 piece
                     .span
@@ -274,15 +311,14 @@ impl Chain {
         })
     }
 
-    /// Whether a range is known to read as zero from the tables alone.
-    pub(crate) async fn is_zero(&self, offset: u64, length: u64) -> Result<bool, IoError> {
-        let mut work = vec![(0, offset, length)];
+    async fn is_zero_from(&self, first: usize, offset: u64, length: u64) -> Result<bool, IoError> {
+        let mut work = vec![(first, offset, length)];
         while let Some((layer, offset, length)) = work.pop() {
             let Some(image) = self.layers.get(layer) else {
                 continue;
             };
             let inside = match layer {
-                0 => length,
+                _ if layer == first => length,
                 _ => image.size().saturating_sub(offset).min(length),
             };
             if inside == 0 {
@@ -309,10 +345,18 @@ impl Chain {
 struct Opener {
     layers: Vec<Image>,
     seen: Vec<(u64, u64)>,
+    /// How many layers, from the top, are opened for writing.
+    writable: usize,
 }
 
 impl Opener {
-    fn push(&mut self, file: BlockFile, format: Format, access: Access) -> Result<(), Error> {
+    fn next_is_written(&self) -> bool {
+        self.layers.len() < self.writable
+    }
+
+    fn push(&mut self, file: BlockFile, format: Format) -> Result<(), Error> {
+        let written = self.next_is_written();
+        let access = if written { Access::Write } else { Access::Read };
         let path = file.path().to_owned();
         let refuse = |reason: String| Err(Error::new(&path, ErrorKind::Backing(reason)));
         let stat = rustix::fs::fstat(file.fd()).map_err(|e| Error::io(&path, "examine it", e))?;
@@ -327,7 +371,7 @@ impl Opener {
         file.lock(access)?;
         self.layers.push(match format {
             Format::Raw => Image::Raw(Raw::open(file)?),
-            Format::Qcow2 => Image::Qcow2(Box::new(Qcow2::open(file, access == Access::Write)?)),
+            Format::Qcow2 => Image::Qcow2(Box::new(Qcow2::open(file, written)?)),
         });
         Ok(())
     }
@@ -341,8 +385,8 @@ impl Opener {
             if let Some(above) = self.last() {
                 check_stated(above, layer)?;
             }
-            let file = BlockFile::open(&layer.path, layer.cache, false)?;
-            self.push(file, layer.format, Access::Read)?;
+            let file = BlockFile::open(&layer.path, layer.cache, self.next_is_written())?;
+            self.push(file, layer.format)?;
         }
         let Some(bottom) = self.last() else {
             return Ok(());
@@ -406,7 +450,7 @@ impl Opener {
             let fd = match rustix::fs::openat2(
                 &root,
                 &relative,
-                open_flags(cache, false),
+                open_flags(cache, self.next_is_written()),
                 Mode::empty(),
                 resolve,
             ) {
@@ -418,11 +462,17 @@ impl Opener {
                     )));
                 }
                 Err(errno) => {
-                    return Err(open_error(&root_path.join(&relative), cache, false, errno));
+                    let written = self.next_is_written();
+                    return Err(open_error(
+                        &root_path.join(&relative),
+                        cache,
+                        written,
+                        errno,
+                    ));
                 }
             };
             let file = BlockFile::from_fd(&root_path.join(&relative), fd, cache)?;
-            self.push(file, format, Access::Read)?;
+            self.push(file, format)?;
             folder = relative.parent().map(Path::to_owned).unwrap_or_default();
         }
     }

@@ -17,10 +17,12 @@ use std::task::{Context, Poll, Waker};
 use crate::DiskSpec;
 use crate::buffers::{Buffers, SharedBuffer};
 use crate::chain::{Chain, Image, Located};
-use crate::error::{Error, ErrorKind, IoError};
+use crate::error::{Error, ErrorClass, ErrorKind, IoError};
 use crate::io::queue::Queue;
+use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::task::{self, Executor, Kind, Serve};
+use crate::timer::Timer;
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
 #[derive(Debug)]
@@ -77,31 +79,6 @@ pub struct Completion {
     pub result: Result<(), IoError>,
 }
 
-/// What performs the transfers of a disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum IoEngine {
-    /// System calls on the thread that submits: for jobs, and where nobody else waits for that thread.
-    #[default]
-    Inline,
-    /// An io_uring. It is made, restricted and enabled when the disk is opened; afterwards the thread that owns the disk needs
-    /// `io_uring_enter` only.
-    IoUring,
-    /// A pool of threads, made when the disk is opened.
-    Threads,
-}
-
-impl IoEngine {
-    /// The better of the two asynchronous engines that this host allows: [`IoEngine::IoUring`] where a ring can be made,
-    /// else [`IoEngine::Threads`].
-    #[must_use]
-    pub fn asynchronous() -> Self {
-        match Queue::ring(&[]) {
-            Ok(_) => Self::IoUring,
-            Err(_) => Self::Threads,
-        }
-    }
-}
-
 /// Failures of one disk that are logged; later ones are only counted by whoever serves the disk.
 const LOGGED_FAILURES: u32 = 32;
 
@@ -127,6 +104,8 @@ pub struct Disk {
     executor: Executor<Core, Request, Completion>,
     /// What transfers wait in; absent with the inline engine.
     queue: Option<Arc<Queue>>,
+    /// What waits for a time: absent with the inline engine.
+    timer: Option<Arc<Timer>>,
     pub(crate) done: Vec<Completion>,
     failures: u32,
     closed: bool,
@@ -148,14 +127,15 @@ impl Disk {
         Self::open_with(spec, IoEngine::Inline)
     }
 
-    /// [`Disk::open`] with a choice of what performs transfers.
+    /// [`Disk::open`] with a choice of how the disk works.
     ///
     /// # Errors
     /// Those of [`Disk::open`], and what the host says where it allows no io_uring or no more threads.
-    pub fn open_with(spec: &DiskSpec, engine: IoEngine) -> Result<Self, Error> {
-        let chain = Chain::open(spec)?;
+    pub fn open_with(spec: &DiskSpec, options: impl Into<DiskOptions>) -> Result<Self, Error> {
+        let options = options.into();
+        let chain = Chain::open(spec, 1)?;
         let path = &spec.top.path;
-        let queue = match engine {
+        let queue = match options.engine {
             IoEngine::Inline => None,
             IoEngine::IoUring => Some(
                 Queue::ring(&chain.descriptors())
@@ -165,13 +145,18 @@ impl Disk {
                 Some(Queue::threads().map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
-        Ok(Self::new(chain, spec, queue))
+        let mut disk = Self::new(chain, spec, queue);
+        if disk.queue.is_some() {
+            let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
+            disk.timer = Some(Arc::new(timer));
+        }
+        Ok(disk)
     }
 
     /// [`Disk::open`] with transfers in an order that `seed` chooses.
     #[cfg(test)]
     pub(crate) fn open_shuffled(spec: &DiskSpec, seed: u64) -> Result<Self, Error> {
-        let chain = Chain::open(spec)?;
+        let chain = Chain::open(spec, 1)?;
         Ok(Self::new(chain, spec, Some(Queue::shuffle(seed))))
     }
 
@@ -187,6 +172,7 @@ impl Disk {
                 discard: spec.discard,
             }),
             queue,
+            timer: None,
             done: Vec::new(),
             failures: 0,
             closed: false,
@@ -244,6 +230,9 @@ impl Disk {
 
     /// Carries requests on as far as they get, and moves what has completed to the end of `completions`. Never waits.
     pub fn poll(&mut self, completions: &mut Vec<Completion>) {
+        if let Some(timer) = &self.timer {
+            timer.clear_due();
+        }
         self.turn(false);
         completions.append(&mut self.done);
     }
@@ -253,6 +242,13 @@ impl Disk {
     #[must_use]
     pub fn event(&self) -> Option<BorrowedFd<'_>> {
         self.queue.as_deref().and_then(Queue::event)
+    }
+
+    /// Readable when [`Disk::poll`] would get further because a time has come: a limit lets requests go on, or a job its next step.
+    /// To be watched beside [`Disk::event`], and cleared by polling the disk as well. `None` where nothing ever waits.
+    #[must_use]
+    pub fn timer(&self) -> Option<BorrowedFd<'_>> {
+        self.timer.as_deref().map(Timer::fd)
     }
 
     /// Requests submitted whose completion [`Disk::poll`] has not handed out.
@@ -396,7 +392,7 @@ impl Disk {
     /// Changes the size of the disk to `size` bytes, durably.
     pub(crate) fn resize(&mut self, size: u64) -> Result<(), ErrorKind> {
         let core = self.executor.shared();
-        let below = core.chain.below_size();
+        let below = core.chain.below_size(0);
         match core.chain.top() {
             Image::Raw(raw) => {
                 raw.resize(size).map_err(|source| ErrorKind::Io {
@@ -409,15 +405,14 @@ impl Disk {
                 if let Some(obstacle) = qcow2.resize_obstacle(size) {
                     return Err(ErrorKind::Size(obstacle));
                 }
-                Ok(self.drive(qcow2.resize(&core.chain, size, below))?)
+                Ok(self.drive(qcow2.resize(core.chain.view(0), size, below))?)
             }
         }
     }
 
     /// Logs what an operator can act on; a guest that asks for nonsense is not worth a line.
     fn log(&mut self, error: &IoError) {
-        use IoError::{OutOfRange, ReadOnly, Unsupported};
-        if matches!(error, OutOfRange { .. } | ReadOnly | Unsupported(_)) {
+        if error.class() == ErrorClass::Guest {
             return;
         }
         self.failures = self.failures.saturating_add(1);
@@ -454,7 +449,7 @@ impl Core {
                     Image::Raw(raw) => raw.discard(*offset, *length).await,
                     Image::Qcow2(qcow2) => {
                         qcow2
-                            .clear(&self.chain, *offset, *length, Clear::Discard)
+                            .clear(self.chain.view(0), *offset, *length, Clear::Discard)
                             .await
                     }
                 }
@@ -471,7 +466,12 @@ impl Core {
                     Image::Raw(raw) => raw.zero(*offset, *length, unmap).await,
                     Image::Qcow2(qcow2) => {
                         qcow2
-                            .clear(&self.chain, *offset, *length, Clear::Zeroes { unmap })
+                            .clear(
+                                self.chain.view(0),
+                                *offset,
+                                *length,
+                                Clear::Zeroes { unmap },
+                            )
                             .await
                     }
                 }
@@ -494,7 +494,11 @@ impl Core {
         match self.chain.top() {
             _ if buffers.is_empty() => Ok(()),
             Image::Raw(raw) => raw.write(offset, buffers.span()).await,
-            Image::Qcow2(qcow2) => qcow2.write(&self.chain, offset, buffers.span()).await,
+            Image::Qcow2(qcow2) => {
+                qcow2
+                    .write(self.chain.view(0), offset, buffers.span())
+                    .await
+            }
         }
     }
 

@@ -141,7 +141,28 @@ pub enum IoError {
     },
 }
 
+/// What a failure of a request is a failure of; see docs/adr/0008-ownership.md.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorClass {
+    /// The guest asked for what cannot be: the answer is an error, now and the next time.
+    Guest,
+    /// The host is out of space. The request can be made again once there is some.
+    NoSpace,
+    /// The host or the image failed. The request can be made again after a repair, on a disk that was opened anew.
+    Host,
+}
+
 impl IoError {
+    /// What it is a failure of.
+    #[must_use]
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            Self::OutOfRange { .. } | Self::ReadOnly | Self::Unsupported(_) => ErrorClass::Guest,
+            Self::NoSpace => ErrorClass::NoSpace,
+            Self::Corrupt { .. } | Self::Stopped(_) | Self::Host { .. } => ErrorClass::Host,
+        }
+    }
+
     pub(crate) fn host(doing: &'static str, host_offset: u64, error: &io::Error) -> Self {
         match error.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => Self::NoSpace,

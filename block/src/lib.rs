@@ -3,6 +3,7 @@
 //! | module | what |
 //! |---|---|
 //! | [`disk`](Disk) | requests in, completions out |
+//! | `options` | how a disk works, beside which files it is made of |
 //! | `chain` | which files make up a disk; reading through them |
 //! | `raw`, `qcow2` | the formats |
 //! | `io` | transfers at any alignment, buffered or direct |
@@ -21,9 +22,11 @@ mod error;
 pub mod image;
 mod io;
 mod lock;
+mod options;
 mod qcow2;
 mod raw;
 mod task;
+mod timer;
 
 #[cfg(test)]
 mod power_cut;
@@ -34,8 +37,9 @@ use serde::{Deserialize, Serialize};
 
 pub use buffers::{Buffers, RawSlice, SharedBuffer};
 pub use chain::MAX_LAYERS;
-pub use disk::{Completion, Disk, IoEngine, Op, Request};
-pub use error::{Error, ErrorKind, IoError};
+pub use disk::{Completion, Disk, Op, Request};
+pub use error::{Error, ErrorClass, ErrorKind, IoError};
+pub use options::{DetectZeroes, DiskOptions, IoEngine};
 
 /// The format of an image; always stated, never guessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

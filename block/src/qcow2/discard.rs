@@ -13,7 +13,7 @@
 use super::Qcow2;
 use super::spec::{RawEntry, Reference};
 use crate::buffers::Pages;
-use crate::chain::Chain;
+use crate::chain::View;
 use crate::error::IoError;
 use crate::task::Kind;
 
@@ -38,7 +38,7 @@ impl Qcow2 {
     /// Clears a range of guest bytes.
     pub(crate) async fn clear(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         offset: u64,
         length: u64,
         how: Clear,
@@ -51,7 +51,7 @@ impl Qcow2 {
     /// [`Qcow2::clear`] of clusters held exclusively.
     pub(super) async fn clear_held(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         offset: u64,
         length: u64,
         how: Clear,
@@ -137,7 +137,7 @@ impl Qcow2 {
     /// Writes zeros as data where the guest does not read zero already. The clusters are held exclusively.
     pub(super) async fn write_zeros(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         from: u64,
         to: u64,
     ) -> Result<(), IoError> {

@@ -9,7 +9,7 @@
 use super::discard::Clear;
 use super::{Qcow2, spec};
 use crate::buffers::Pages;
-use crate::chain::Chain;
+use crate::chain::View;
 use crate::error::IoError;
 use crate::task::Kind;
 
@@ -38,7 +38,12 @@ impl Qcow2 {
     }
 
     /// Changes the size of the disk; nobody else uses it meanwhile.
-    pub(crate) async fn resize(&self, chain: &Chain, new: u64, below: u64) -> Result<(), IoError> {
+    pub(crate) async fn resize(
+        &self,
+        chain: View<'_>,
+        new: u64,
+        below: u64,
+    ) -> Result<(), IoError> {
         self.begin().await?;
         let _hold = self.hold(0, u64::MAX, Kind::Exclusive).await;
         if new < self.size() {
@@ -48,7 +53,7 @@ impl Qcow2 {
         }
     }
 
-    async fn grow(&self, chain: &Chain, new: u64, below: u64) -> Result<(), IoError> {
+    async fn grow(&self, chain: View<'_>, new: u64, below: u64) -> Result<(), IoError> {
         let geometry = self.geometry();
         let old = self.size();
         self.grow_l1(geometry.l1_entries(new)).await?;
@@ -64,7 +69,7 @@ impl Qcow2 {
         self.set_size(new).await
     }
 
-    async fn shrink(&self, chain: &Chain, new: u64) -> Result<(), IoError> {
+    async fn shrink(&self, chain: View<'_>, new: u64) -> Result<(), IoError> {
         let geometry = self.geometry();
         let old = self.size();
         self.flush().await?;

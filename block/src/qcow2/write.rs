@@ -18,7 +18,7 @@ use super::spec::{ALL_ALLOCATED, COPIED, OFFSET_MASK, RawEntry};
 use super::table::Role;
 use super::{Entries, Qcow2};
 use crate::buffers::{Gather, Pages, Span};
-use crate::chain::Chain;
+use crate::chain::View;
 use crate::error::IoError;
 use crate::task::Kind;
 
@@ -26,7 +26,7 @@ impl Qcow2 {
     /// Writes guest bytes; `chain` is the chain whose top this image is.
     pub(crate) async fn write(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         offset: u64,
         data: Span<'_>,
     ) -> Result<(), IoError> {
@@ -58,7 +58,7 @@ impl Qcow2 {
     /// Writes guest bytes whose clusters are held exclusively.
     pub(super) async fn write_held(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         offset: u64,
         data: Span<'_>,
     ) -> Result<(), IoError> {
@@ -120,7 +120,7 @@ impl Qcow2 {
     /// Writes to clusters, or subclusters of them, that were kept while reading as zero or what lies below.
     async fn write_kept(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         at: u64,
         extent: Extent,
         host: u64,
@@ -151,7 +151,7 @@ impl Qcow2 {
     /// units of `1 << unit_bits` bytes.
     async fn write_new(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         at: u64,
         data: Span<'_>,
         unit_bits: u32,
@@ -196,7 +196,7 @@ impl Qcow2 {
     /// the guest bytes that lie there from now on.
     async fn fill(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         at: u64,
         data: Span<'_>,
         run: Run,
@@ -240,7 +240,7 @@ impl Qcow2 {
     /// so that growing the disk reveals nothing.
     async fn surroundings(
         &self,
-        chain: &Chain,
+        chain: View<'_>,
         from: u64,
         to: u64,
         zeroed: bool,

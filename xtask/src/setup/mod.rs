@@ -5,6 +5,7 @@
 //!          -> kernels ------> vmlinux of the emulated host and of guests, their modules
 //!               '-> initramfs  one for each
 //!          -> worker -------> base.qcow2 (Debian 12), its kernel and initrd
+//!          -> guest-tools --> a disk with fio and e2fsprogs for the small guest
 //!               '-> images.img  what the emulated host mounts read-only
 //! ```
 //!
@@ -13,6 +14,7 @@
 mod bootstrap;
 mod cache;
 mod cpio;
+mod guest_tools;
 mod initramfs;
 mod kernels;
 mod l1_root;
@@ -68,13 +70,13 @@ pub(crate) fn run() -> Result<Lab> {
             let _ = send_root.send(root.tools());
             let kernels = kernels::build(cache)?;
             let initramfs = initramfs::build(cache, &kernels)?;
-            Ok((root, kernels, initramfs))
+            Ok((root, kernels, initramfs, guest_tools::build(cache)?))
         });
         let worker = scope.spawn(move || worker_image::build(cache, &receive_root));
         (join(host), join(worker))
     });
-    let ((root, kernels, initramfs), worker) = (host?, worker?);
-    let images = images(cache, &kernels, &initramfs, &worker)?;
+    let ((root, kernels, initramfs, tools), worker) = (host?, worker?);
+    let images = images(cache, &kernels, &initramfs, &tools, &worker)?;
     let mut lab = Lab {
         tools: root.tools(),
         l1_kernel: kernels.l1_vmlinux(),
@@ -108,12 +110,14 @@ fn images(
     cache: &Cache,
     kernels: &kernels::Kernels,
     initramfs: &initramfs::Initramfs,
+    tools: &Path,
     worker: &Path,
 ) -> Result<PathBuf> {
     let parts = [
         (kernels.guest_vmlinux(), "guest-vmlinux"),
         (kernels.guest_vmlinuz(), "guest-vmlinuz"),
         (initramfs.guest(), "guest-initrd"),
+        (tools.to_owned(), "guest-tools.img"),
         (worker.join("base.qcow2"), "base.qcow2"),
         (worker.join("vmlinuz"), "worker-vmlinuz"),
         (worker.join("initrd"), "worker-initrd"),

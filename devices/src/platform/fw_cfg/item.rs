@@ -22,10 +22,12 @@ pub enum Item {
         /// As it was made last.
         bytes: Vec<u8>,
     },
-    /// The first `length` bytes of a file; what it no longer has reads as zero.
+    /// `length` bytes of a file; what it no longer has reads as zero.
     File {
         /// The file.
         file: File,
+        /// The first byte.
+        from: u64,
         /// Bytes of it.
         length: u32,
     },
@@ -126,10 +128,11 @@ impl Item {
                     to.copy_from_slice(from);
                 }
             }
-            Self::File { file, .. } => {
+            Self::File { file, from, .. } => {
+                let from = from.saturating_add(at.into());
                 let mut done = 0;
                 while let Some(rest) = data.get_mut(done..).filter(|rest| !rest.is_empty()) {
-                    match file.read_at(rest, u64::from(at) + done as u64) {
+                    match file.read_at(rest, from.saturating_add(done as u64)) {
                         Ok(0) => break,
                         Ok(read) => done += read,
                         Err(error) => {

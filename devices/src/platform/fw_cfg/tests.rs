@@ -169,6 +169,7 @@ fn a_file_is_read_in_pieces() {
         number::KERNEL_DATA,
         Item::File {
             file,
+            from: 0,
             length: 200_010,
         },
     );

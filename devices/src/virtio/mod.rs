@@ -15,10 +15,11 @@
 //! | [`worker`] | the thread of a device: one wait point, reset and activation as messages |
 //! | [`queue`] | a virtqueue as the thread that serves it sees it |
 //! | [`memory`] | checked pieces of guest memory and the system calls on them; with `net::sys`, all the `unsafe` there is |
-//! | [`block`], [`net`], [`rng`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
+//! | [`block`], [`console`], [`net`], [`rng`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
 #![deny(unsafe_code)]
 
 pub mod block;
+pub mod console;
 pub mod memory;
 pub mod net;
 pub mod pci;
@@ -43,6 +44,8 @@ pub enum DeviceType {
     Net = 1,
     /// Block device, §5.2.
     Block = 2,
+    /// Console and ports, §5.3.
+    Console = 3,
     /// Entropy device, §5.4.
     Rng = 4,
 }

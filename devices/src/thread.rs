@@ -10,8 +10,10 @@ pub enum ThreadRole {
     Disk,
     /// Serves one network queue pair.
     Net,
-    /// Serves a slow device (rng).
+    /// Serves a slow device (rng, console).
     Slow,
+    /// Serves the guest's sockets.
+    Vsock,
 }
 
 /// Starts device threads. The VMM's implementation names the thread and narrows its system calls before `body` runs.

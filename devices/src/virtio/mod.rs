@@ -15,7 +15,7 @@
 //! | [`worker`] | the thread of a device: one wait point, reset and activation as messages |
 //! | [`queue`] | a virtqueue as the thread that serves it sees it |
 //! | [`memory`] | checked pieces of guest memory and the system calls on them; with `net::sys`, all the `unsafe` there is |
-//! | [`block`], [`console`], [`net`], [`rng`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
+//! | [`block`], [`console`], [`net`], [`rng`], [`vsock`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
 #![deny(unsafe_code)]
 
 pub mod block;
@@ -27,6 +27,7 @@ pub mod queue;
 pub mod rng;
 #[cfg(test)]
 mod testing;
+pub mod vsock;
 pub mod worker;
 
 use std::sync::Arc;
@@ -48,6 +49,8 @@ pub enum DeviceType {
     Console = 3,
     /// Entropy device, §5.4.
     Rng = 4,
+    /// Socket device, §5.10.
+    Vsock = 19,
 }
 
 /// Tells the driver that a queue has used buffers, or that the configuration changed. Cheap; callable from any thread.

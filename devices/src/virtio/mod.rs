@@ -15,9 +15,10 @@
 //! | [`worker`] | the thread of a device: one wait point, reset and activation as messages |
 //! | [`queue`] | a virtqueue as the thread that serves it sees it |
 //! | [`memory`] | checked pieces of guest memory and the system calls on them; with `net::sys`, all the `unsafe` there is |
-//! | [`block`], [`console`], [`net`], [`rng`], [`vsock`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
+//! | [`balloon`], [`block`], [`console`], [`net`], [`rng`], [`vsock`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
 #![deny(unsafe_code)]
 
+pub mod balloon;
 pub mod block;
 pub mod console;
 pub mod memory;
@@ -49,6 +50,8 @@ pub enum DeviceType {
     Console = 3,
     /// Entropy device, §5.4.
     Rng = 4,
+    /// Memory balloon, §5.5.
+    Balloon = 5,
     /// Socket device, §5.10.
     Vsock = 19,
 }

@@ -6,6 +6,7 @@
 //! | [`types`] | bodies of requests and replies | — |
 //! | `server` | HTTP/1.1 on a unix socket in front of a `VmService`; the OpenAPI document | `server` |
 //! | `client` | the other end | `client` |
+//! | `socket` | the file of a unix socket | `socket` |
 //!
 //! Nothing here knows a hypervisor: whoever owns the VM implements `server::VmService`.
 #![forbid(unsafe_code)]
@@ -15,4 +16,6 @@ pub mod client;
 pub mod definition;
 #[cfg(feature = "server")]
 pub mod server;
+#[cfg(feature = "socket")]
+pub mod socket;
 pub mod types;

@@ -142,7 +142,11 @@ impl Buffers {
 #[derive(Clone)]
 pub struct SharedBuffer(Arc<Cells>);
 
-struct Cells(UnsafeCell<Vec<u8>>);
+/// A vector of which the first `skip` bytes are not part of the buffer.
+struct Cells {
+    bytes: UnsafeCell<Vec<u8>>,
+    skip: usize,
+}
 
 // SAFETY: the vector is only reached through raw pointers while a `Buffers` shares it, and by value once nobody does.
 unsafe impl Sync for Cells {}
@@ -157,15 +161,32 @@ impl SharedBuffer {
     /// The bytes of a vector.
     #[must_use]
     pub fn from_vec(bytes: Vec<u8>) -> Self {
-        Self(Arc::new(Cells(UnsafeCell::new(bytes))))
+        Self(Arc::new(Cells {
+            bytes: UnsafeCell::new(bytes),
+            skip: 0,
+        }))
+    }
+
+    /// `length` bytes, all `value`, that begin at a page: memory that direct transfers take as it is.
+    #[must_use]
+    pub fn aligned(length: usize, value: u8) -> Self {
+        let mut bytes = vec![value; length.saturating_add(PAGE)];
+        let skip = bytes.as_ptr().addr().wrapping_neg() % PAGE;
+        // Shorter in place: the bytes stay where they are.
+        bytes.truncate(skip + length);
+        Self(Arc::new(Cells {
+            bytes: UnsafeCell::new(bytes),
+            skip,
+        }))
     }
 
     /// The memory as a request takes it.
     #[must_use]
     pub fn buffers(&self) -> Buffers {
         // SAFETY: no reference to the vector outlives this call, and it is neither moved nor resized while shared.
-        let vector = unsafe { &mut *self.0.0.get() };
-        let slice = RawSlice::new(vector.as_mut_ptr(), vector.len());
+        let vector = unsafe { &mut *self.0.bytes.get() };
+        let bytes = vector.get_mut(self.0.skip..).unwrap_or_default();
+        let slice = RawSlice::new(bytes.as_mut_ptr(), bytes.len());
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&self.0) as _;
         // SAFETY: the owner holds the vector, which nobody touches until the last `Buffers` is gone (`take`).
         unsafe { Buffers::from_raw(vec![slice], owner) }
@@ -174,9 +195,11 @@ impl SharedBuffer {
     /// The bytes, once no request uses them any more; `None` before.
     #[must_use]
     pub fn take(self) -> Option<Vec<u8>> {
-        Arc::try_unwrap(self.0)
-            .ok()
-            .map(|cells| cells.0.into_inner())
+        Arc::try_unwrap(self.0).ok().map(|cells| {
+            let mut bytes = cells.bytes.into_inner();
+            bytes.drain(..cells.skip.min(bytes.len()));
+            bytes
+        })
     }
 }
 

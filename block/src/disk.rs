@@ -9,20 +9,24 @@
 
 use std::future::Future;
 use std::os::fd::BorrowedFd;
+use std::path::Path;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use crate::DiskSpec;
+use crate::budget::CacheCounts;
 use crate::buffers::{Buffers, SharedBuffer};
 use crate::chain::{Chain, Image, Located};
 use crate::error::{Error, ErrorClass, ErrorKind, IoError};
 use crate::io::queue::Queue;
+use crate::online::{Running, Step, StepEnd};
 use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::task::{self, Executor, Kind, Serve};
+use crate::throttle::Admission;
 use crate::timer::Timer;
+use crate::{Backing, DiskSpec};
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
 #[derive(Debug)]
@@ -77,36 +81,70 @@ pub struct Completion {
     pub tag: u64,
     /// How it ended.
     pub result: Result<(), IoError>,
+    /// What a request was that failed, for whoever wants to try it again. Until this is dropped the memory is the request's.
+    pub op: Option<Op>,
+}
+
+impl Completion {
+    fn new(tag: u64, result: Result<(), IoError>, op: Op) -> Self {
+        // The memory of one that succeeded belongs to the guest again before it hears of the end.
+        let op = result.is_err().then_some(op);
+        Self { tag, result, op }
+    }
 }
 
 /// Failures of one disk that are logged; later ones are only counted by whoever serves the disk.
 const LOGGED_FAILURES: u32 = 32;
 
+/// How long, in nanoseconds, one who waits for a limit sleeps before it looks after the transfers of others.
+const A_MOMENT: u64 = 5_000_000;
+
 /// What requests share.
-struct Core {
-    chain: Chain,
-    read_only: bool,
+pub(crate) struct Core {
+    pub(crate) chain: Chain,
+    pub(crate) read_only: bool,
     discard: bool,
 }
 
-impl Serve<Request, Completion> for Core {
-    async fn serve(core: Rc<Self>, request: Request) -> Completion {
+/// What runs as a task.
+pub(crate) enum Work {
+    Guest(Request),
+    Job(Step),
+}
+
+/// What a task ends with.
+pub(crate) enum Outcome {
+    Guest(Completion),
+    Job(StepEnd),
+}
+
+impl Serve<Work, Outcome> for Core {
+    async fn serve(core: Rc<Self>, work: Work) -> Outcome {
+        let request = match work {
+            Work::Guest(request) => request,
+            // On the heap, so that a request's task is no larger for it.
+            Work::Job(step) => return Outcome::Job(Box::pin(step.run(&core)).await),
+        };
         let Request { tag, op } = request;
         let result = core.run(&op).await;
-        // The memory belongs to the guest again before it hears of the end.
-        drop(op);
-        Completion { tag, result }
+        Outcome::Guest(Completion::new(tag, result, op))
     }
 }
 
 /// An open disk. It can move to another thread, and belongs to one at a time.
 pub struct Disk {
-    executor: Executor<Core, Request, Completion>,
+    pub(crate) executor: Executor<Core, Work, Outcome>,
     /// What transfers wait in; absent with the inline engine.
-    queue: Option<Arc<Queue>>,
-    /// What waits for a time: absent with the inline engine.
-    timer: Option<Arc<Timer>>,
+    pub(crate) queue: Option<Arc<Queue>>,
+    /// What is waited for a time with: absent with the inline engine, unless there are limits or a job has been begun.
+    pub(crate) timer: Option<Arc<Timer>>,
+    /// Requests that a limit holds up.
+    admission: Option<Admission>,
     pub(crate) done: Vec<Completion>,
+    /// The job under way, its steps that are not over, and those that are and that it has not heard of.
+    pub(crate) job: Option<Running>,
+    steps_running: usize,
+    pub(crate) steps: Vec<StepEnd>,
     failures: u32,
     closed: bool,
 }
@@ -118,7 +156,8 @@ impl std::fmt::Debug for Disk {
 }
 
 impl Disk {
-    /// Opens and locks every image of a disk. No byte of any of them is changed. Transfers are made inline.
+    /// Opens and locks every image of a disk. No byte of any of them is changed, except that a layer that is opened to be committed
+    /// to ([`DiskOptions::commit_below`]) grows to the size of the top. Transfers are made inline.
     ///
     /// # Errors
     /// An image is missing, in use, of another format than stated, damaged or in need of something unsupported; or a header names
@@ -133,7 +172,7 @@ impl Disk {
     /// Those of [`Disk::open`], and what the host says where it allows no io_uring or no more threads.
     pub fn open_with(spec: &DiskSpec, options: impl Into<DiskOptions>) -> Result<Self, Error> {
         let options = options.into();
-        let chain = Chain::open(spec, 1)?;
+        let chain = Chain::open(spec, writable_layers(spec, &options)?, &options.cache)?;
         let path = &spec.top.path;
         let queue = match options.engine {
             IoEngine::Inline => None,
@@ -142,22 +181,39 @@ impl Disk {
                     .map_err(|e| Error::io(path, "make an io_uring for", e))?,
             ),
             IoEngine::Threads => {
-                Some(Queue::threads().map_err(|e| Error::io(path, "start threads for", e))?)
+                let queue = Queue::threads(options.thread_start.as_ref());
+                Some(queue.map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
         let mut disk = Self::new(chain, spec, queue);
-        if disk.queue.is_some() {
+        if disk.queue.is_some() || options.throttle.is_some() {
             let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
-            disk.timer = Some(Arc::new(timer));
+            let timer = Arc::new(timer);
+            let throttle = options.throttle.as_ref();
+            disk.admission = throttle.map(|throttle| Admission::new(throttle, &timer));
+            disk.timer = Some(timer);
+        }
+        if options.commit_below {
+            let size = disk.size_bytes();
+            disk.grow_below(size)?;
         }
         Ok(disk)
     }
 
-    /// [`Disk::open`] with transfers in an order that `seed` chooses.
+    /// [`Disk::open_with`] with transfers in an order that `seed` chooses, instead of those of an engine.
     #[cfg(test)]
-    pub(crate) fn open_shuffled(spec: &DiskSpec, seed: u64) -> Result<Self, Error> {
-        let chain = Chain::open(spec, 1)?;
-        Ok(Self::new(chain, spec, Some(Queue::shuffle(seed))))
+    pub(crate) fn open_shuffled_with(
+        spec: &DiskSpec,
+        seed: u64,
+        options: &DiskOptions,
+    ) -> Result<Self, Error> {
+        let chain = Chain::open(spec, writable_layers(spec, options)?, &options.cache)?;
+        let mut disk = Self::new(chain, spec, Some(Queue::shuffle(seed)));
+        if options.commit_below {
+            let size = disk.size_bytes();
+            disk.grow_below(size)?;
+        }
+        Ok(disk)
     }
 
     fn new(mut chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
@@ -173,7 +229,11 @@ impl Disk {
             }),
             queue,
             timer: None,
+            admission: None,
             done: Vec::new(),
+            job: None,
+            steps_running: 0,
+            steps: Vec::new(),
             failures: 0,
             closed: false,
         }
@@ -185,6 +245,11 @@ impl Disk {
 
     fn top(&self) -> &Image {
         self.core().chain.top()
+    }
+
+    /// The top image.
+    pub(crate) fn path(&self) -> &Path {
+        self.top().file().path()
     }
 
     /// Size in bytes.
@@ -211,20 +276,47 @@ impl Disk {
         self.top().discard_granularity()
     }
 
+    /// How often the disk's tables were found in memory; counted on while the disk is open.
+    #[must_use]
+    pub fn cache_counts(&self) -> Arc<CacheCounts> {
+        Arc::clone(self.core().chain.counts())
+    }
+
     /// Begins a request; its completion comes from [`Disk::poll`], which has to be called after a batch of these: it is what
     /// hands the transfers to the host.
     pub fn submit(&mut self, request: Request) {
+        let request = match &mut self.admission {
+            Some(admission) => admission.admit(request),
+            None => Some(request),
+        };
+        if let Some(request) = request {
+            self.start(request);
+        }
+    }
+
+    fn start(&mut self, request: Request) {
         let completion = match &self.queue {
-            Some(_) => self.executor.start(request),
+            Some(_) => self.executor.start(Work::Guest(request)),
             None => {
                 let Request { tag, op } = request;
                 let result = task::complete(self.core().run(&op));
-                drop(op);
-                Some(Completion { tag, result })
+                Some(Outcome::Guest(Completion::new(tag, result, op)))
             }
         };
-        if let Some(completion) = completion {
+        if let Some(Outcome::Guest(completion)) = completion {
             self.finish(completion);
+        }
+    }
+
+    /// Begins a step of a job.
+    pub(crate) fn start_step(&mut self, step: Step) {
+        let end = match &self.queue {
+            Some(_) => self.executor.start(Work::Job(step)),
+            None => Some(Outcome::Job(task::complete(step.run(self.core())))),
+        };
+        match end {
+            Some(Outcome::Job(end)) => self.steps.push(end),
+            _ => self.steps_running += 1,
         }
     }
 
@@ -233,7 +325,14 @@ impl Disk {
         if let Some(timer) = &self.timer {
             timer.clear_due();
         }
+        while let Some((request, _)) = self.admission.as_mut().and_then(Admission::next) {
+            self.start(request);
+        }
         self.turn(false);
+        if self.job.is_some() {
+            self.pace();
+            self.turn(false);
+        }
         completions.append(&mut self.done);
     }
 
@@ -254,7 +353,22 @@ impl Disk {
     /// Requests submitted whose completion [`Disk::poll`] has not handed out.
     #[must_use]
     pub fn in_flight(&self) -> usize {
-        self.executor.running() + self.done.len()
+        let waiting = self.admission.as_ref().map_or(0, Admission::waiting);
+        waiting + self.guest_running() + self.done.len()
+    }
+
+    /// Begins the requests that wait for a limit, for a disk that is about to be stopped or closed: draining it should take no longer
+    /// than its transfers. What comes later pays for it with a longer wait.
+    pub fn release_waiting(&mut self) {
+        let waiting = self.admission.as_mut().map(Admission::release);
+        for request in waiting.into_iter().flatten() {
+            self.start(request);
+        }
+    }
+
+    /// Requests that are not over; steps of a job do not count.
+    pub(crate) fn guest_running(&self) -> usize {
+        self.executor.running() - self.steps_running
     }
 
     /// Runs one request to its end, for whoever has nothing else to do meanwhile.
@@ -262,6 +376,13 @@ impl Disk {
     /// # Errors
     /// As its completion would tell.
     pub fn execute(&mut self, op: &Op) -> Result<(), IoError> {
+        let wait = self.admission.as_ref().and_then(|a| a.wait_for(op));
+        while wait.as_ref().is_some_and(|wait| !wait.is_over()) {
+            self.turn(false);
+            if let Some(timer) = &self.timer {
+                timer.sleep(A_MOMENT);
+            }
+        }
         let core = self.executor.shared();
         self.drive(core.run(op))
     }
@@ -278,10 +399,15 @@ impl Disk {
 
     /// Waits for every request and leaves nothing to be done.
     fn settle(&mut self) -> Result<(), IoError> {
+        self.release_waiting();
         while self.executor.running() > 0 {
             self.turn(true);
         }
+        self.end_job();
         let core = self.executor.shared();
+        if let Some(two) = core.two() {
+            return self.drive(two.settle());
+        }
         match core.chain.top() {
             _ if core.read_only => Ok(()),
             Image::Raw(raw) => self.drive(raw.flush()),
@@ -323,8 +449,15 @@ impl Disk {
             // Nothing is lost: what the host did not take now is offered again at the next turn.
             tracing::error!(image = %self.top().file().path().display(), %error, "cannot hand transfers to the host");
         }
-        let any = self.executor.run(|completion| self.done.push(completion));
+        let any = self.executor.run(|outcome| match outcome {
+            Outcome::Guest(completion) => self.done.push(completion),
+            Outcome::Job(end) => {
+                self.steps_running -= 1;
+                self.steps.push(end);
+            }
+        });
         self.count_failures(before);
+        self.call_for_pace();
         any
     }
 
@@ -344,11 +477,6 @@ impl Disk {
         for error in errors {
             self.log(&error);
         }
-    }
-
-    /// The top image of a disk alone; see [`Chain::open_alone`].
-    pub(crate) fn open_alone(spec: &DiskSpec) -> Result<Self, Error> {
-        Ok(Self::new(Chain::open_alone(&spec.top)?, spec, None))
     }
 
     /// Which layer answers for the first bytes of a range.
@@ -380,20 +508,20 @@ impl Disk {
         }
     }
 
-    /// Forgets the backing file of the top image.
-    pub(crate) fn forget_backing(&mut self) -> Result<(), IoError> {
-        let core = self.executor.shared();
-        match core.chain.top() {
-            Image::Raw(_) => Ok(()),
-            Image::Qcow2(qcow2) => self.drive(qcow2.forget_backing()),
-        }
-    }
-
     /// Changes the size of the disk to `size` bytes, durably.
     pub(crate) fn resize(&mut self, size: u64) -> Result<(), ErrorKind> {
+        self.grow_below(size).map_err(|error| error.kind)?;
+        self.resize_layer(0, size)
+    }
+
+    /// Changes the size of one layer.
+    pub(crate) fn resize_layer(&mut self, depth: usize, size: u64) -> Result<(), ErrorKind> {
         let core = self.executor.shared();
-        let below = core.chain.below_size(0);
-        match core.chain.top() {
+        let below = core.chain.below_size(depth);
+        let Some(image) = core.chain.layer(depth) else {
+            return Ok(());
+        };
+        match image {
             Image::Raw(raw) => {
                 raw.resize(size).map_err(|source| ErrorKind::Io {
                     doing: "resize it",
@@ -405,7 +533,7 @@ impl Disk {
                 if let Some(obstacle) = qcow2.resize_obstacle(size) {
                     return Err(ErrorKind::Size(obstacle));
                 }
-                Ok(self.drive(qcow2.resize(core.chain.view(0), size, below))?)
+                Ok(self.drive(qcow2.resize(core.chain.view(depth), size, below))?)
             }
         }
     }
@@ -423,6 +551,24 @@ impl Disk {
     }
 }
 
+/// How many layers of a disk are written.
+fn writable_layers(spec: &DiskSpec, options: &DiskOptions) -> Result<usize, Error> {
+    if !options.commit_below {
+        return Ok(1);
+    }
+    // What is written is never for a header to say.
+    match &spec.backing {
+        Backing::Explicit(layers) if !layers.is_empty() && !spec.read_only => Ok(2),
+        _ => {
+            let reason = "to commit it, the disk must be writable and the layers below it listed: the nearest is written to";
+            Err(Error::new(
+                &spec.top.path,
+                ErrorKind::Backing(reason.into()),
+            ))
+        }
+    }
+}
+
 impl Core {
     async fn run(&self, op: &Op) -> Result<(), IoError> {
         match op {
@@ -434,15 +580,14 @@ impl Core {
                 self.check_change(*offset, buffers.len() as u64)?;
                 self.write(*offset, buffers).await
             }
-            Op::Flush => match self.chain.top() {
-                _ if self.read_only => Ok(()),
-                Image::Raw(raw) => raw.flush().await,
-                Image::Qcow2(qcow2) => qcow2.flush().await,
-            },
+            Op::Flush => self.flush().await,
             Op::Discard { offset, length } => {
                 self.check_change(*offset, *length)?;
                 if !self.discard {
                     return Err(IoError::Unsupported("discard"));
+                }
+                if let Some(two) = self.two() {
+                    return two.clear(*offset, *length, Clear::Discard).await;
                 }
                 match self.chain.top() {
                     _ if *length == 0 => Ok(()),
@@ -461,6 +606,10 @@ impl Core {
             } => {
                 self.check_change(*offset, *length)?;
                 let unmap = *unmap && self.discard;
+                if let Some(two) = self.two() {
+                    let how = Clear::Zeroes { unmap };
+                    return two.clear(*offset, *length, how).await;
+                }
                 match self.chain.top() {
                     _ if *length == 0 => Ok(()),
                     Image::Raw(raw) => raw.zero(*offset, *length, unmap).await,
@@ -483,6 +632,9 @@ impl Core {
         if buffers.is_empty() {
             return Ok(());
         }
+        if let Some(two) = self.two() {
+            return two.read(offset, buffers.span()).await;
+        }
         let _hold = match self.chain.top() {
             Image::Raw(_) => None,
             Image::Qcow2(top) => Some(top.hold(offset, buffers.len() as u64, Kind::Shared).await),
@@ -490,7 +642,21 @@ impl Core {
         self.chain.read_held(offset, buffers.span()).await
     }
 
+    pub(crate) async fn flush(&self) -> Result<(), IoError> {
+        if let Some(two) = self.two() {
+            return two.flush().await;
+        }
+        match self.chain.top() {
+            _ if self.read_only => Ok(()),
+            Image::Raw(raw) => raw.flush().await,
+            Image::Qcow2(qcow2) => qcow2.flush().await,
+        }
+    }
+
     async fn write(&self, offset: u64, buffers: &Buffers) -> Result<(), IoError> {
+        if let Some(two) = self.two() {
+            return two.write(offset, buffers.span()).await;
+        }
         match self.chain.top() {
             _ if buffers.is_empty() => Ok(()),
             Image::Raw(raw) => raw.write(offset, buffers.span()).await,

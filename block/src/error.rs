@@ -61,6 +61,9 @@ pub enum ErrorKind {
     /// A job was stopped by who watches it.
     #[error("cancelled")]
     Cancelled,
+    /// A job that cannot be begun on this disk.
+    #[error("{0}")]
+    Job(String),
     /// A size that cannot be.
     #[error("{0}")]
     Size(String),

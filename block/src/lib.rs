@@ -4,17 +4,21 @@
 //! |---|---|
 //! | [`disk`](Disk) | requests in, completions out |
 //! | `options` | how a disk works, beside which files it is made of |
+//! | `throttle` | limits on what a disk or a group uses |
 //! | `chain` | which files make up a disk; reading through them |
 //! | `raw`, `qcow2` | the formats |
 //! | `io` | transfers at any alignment, buffered or direct |
+//! | `budget`, `lru` | what caches may take; who goes first |
 //! | `task` | futures and holds by which requests keep out of each other's way |
 //! | `lock` | who may use an image at the same time |
+//! | `online` | jobs on an open disk, beside its guest's requests: flatten, commit |
 //! | [`image`] | jobs on images: create, resize, info, check |
 //!
 //! Nothing here knows virtio or a guest's memory, and no byte of an image decides what is opened: formats and chains are stated
 //! by the caller. `unsafe` lives in `buffers`, `task::executor`, `io::sys`, `io::queue` and `io::ring`.
 #![deny(unsafe_code)]
 
+mod budget;
 mod buffers;
 mod chain;
 mod disk;
@@ -22,10 +26,13 @@ mod error;
 pub mod image;
 mod io;
 mod lock;
+mod lru;
+mod online;
 mod options;
 mod qcow2;
 mod raw;
 mod task;
+mod throttle;
 mod timer;
 
 #[cfg(test)]
@@ -35,11 +42,16 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub use budget::{CacheBudget, CacheCounts};
 pub use buffers::{Buffers, RawSlice, SharedBuffer};
 pub use chain::MAX_LAYERS;
 pub use disk::{Completion, Disk, Op, Request};
 pub use error::{Error, ErrorClass, ErrorKind, IoError};
-pub use options::{DetectZeroes, DiskOptions, IoEngine};
+pub use online::{Job, JobError, JobHandle, JobProgress, JobState};
+pub use options::{DetectZeroes, DiskOptions, IoEngine, ThreadStart};
+pub use throttle::{
+    Burst, Directions, Limit, Limits, LimitsError, MAX_BURST_SECONDS, MAX_RATE, Throttle,
+};
 
 /// The format of an image; always stated, never guessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

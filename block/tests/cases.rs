@@ -525,7 +525,7 @@ fn a_loop_and_a_chain_that_is_too_deep_are_refused() {
         read_only: true,
         discard: true,
     };
-    assert!(refusal(&from(0)).contains("more than 32 layers"));
+    assert!(refusal(&from(0)).contains("more than 33 layers"));
     qemu_img(&[
         "rebase",
         "-q",

@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use drover_api::definition::ByteSize;
 use drover_block::Format;
 
-use crate::commands::image_jobs;
+use crate::commands::{image_export, image_jobs};
 
 /// Runs Kubernetes workers as virtual machines.
 #[derive(Debug, Parser)]
@@ -148,6 +148,8 @@ pub(crate) enum Image {
     Commit(image_jobs::Chain),
     /// Copy what lies below an overlay into it, so that it stands alone.
     Flatten(image_jobs::Chain),
+    /// Serve an image to another VMM, as its vhost-user-blk back end, until SIGTERM or SIGINT.
+    Export(image_export::Export),
 }
 
 #[derive(Debug, Args)]

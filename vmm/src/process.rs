@@ -1,9 +1,9 @@
-//! What the process asks of the kernel and the C library about itself: signals as a descriptor, one malloc arena, a raw terminal.
+//! What the process asks of the kernel and the C library about itself: inherited descriptors, one malloc arena, a raw terminal.
 
 use std::io;
-use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
+pub use drover_devices::termination::TerminationSignals;
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
 
 /// Keeps the C library from giving each thread a heap of its own: with a dozen threads that is megabytes of address space and of
@@ -16,59 +16,6 @@ pub fn use_one_malloc_arena() {
     unsafe { libc::mallopt(libc::M_TRIM_THRESHOLD, TRIM_THRESHOLD) };
     // SAFETY: as above.
     unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, TRIM_THRESHOLD) };
-}
-
-/// SIGTERM and SIGINT as a readable descriptor.
-pub struct TerminationSignals {
-    fd: OwnedFd,
-}
-
-impl TerminationSignals {
-    /// Blocks the signals for this thread and all it starts, and takes them here instead. Call before any other thread exists.
-    ///
-    /// # Errors
-    /// The kernel refused.
-    pub fn take() -> io::Result<Self> {
-        let mut set = MaybeUninit::<libc::sigset_t>::uninit();
-        // SAFETY: `sigemptyset` initialises the set that it is given.
-        unsafe { libc::sigemptyset(set.as_mut_ptr()) };
-        for signal in [libc::SIGTERM, libc::SIGINT] {
-            // SAFETY: the set was initialised above and the signal numbers are valid.
-            unsafe { libc::sigaddset(set.as_mut_ptr(), signal) };
-        }
-        // SAFETY: the set is initialised; no old mask is asked for.
-        let error =
-            unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut()) };
-        if error != 0 {
-            return Err(io::Error::from_raw_os_error(error));
-        }
-        // SAFETY: the set is initialised; -1 asks for a new descriptor.
-        let fd =
-            unsafe { libc::signalfd(-1, set.as_ptr(), libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the descriptor was just made and belongs to nobody else.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        Ok(Self { fd })
-    }
-
-    /// How many signals arrived since the last call.
-    pub fn received(&self) -> usize {
-        let mut info = [0; size_of::<libc::signalfd_siginfo>()];
-        std::iter::from_fn(|| {
-            rustix::io::read(&self.fd, &mut info)
-                .ok()
-                .filter(|n| *n > 0)
-        })
-        .count()
-    }
-}
-
-impl AsRawFd for TerminationSignals {
-    fn as_raw_fd(&self) -> RawFd {
-        self.fd.as_raw_fd()
-    }
 }
 
 /// A duplicate of a descriptor that the process was started with, closed on exec. The original stays open, so that a VM made after this
@@ -125,22 +72,5 @@ mod tests {
         assert!(duplicate_inherited(-1).is_err());
         assert!(duplicate_inherited(1 << 20).is_err());
         assert!(duplicate_inherited(0).is_ok());
-    }
-
-    #[test]
-    fn a_termination_signal_is_read_instead_of_ending_the_process() {
-        // On a thread of its own, whose mask dies with it.
-        std::thread::spawn(|| {
-            let signals = TerminationSignals::take().unwrap();
-            assert_eq!(signals.received(), 0);
-            // SAFETY: names the calling thread.
-            let this = unsafe { libc::pthread_self() };
-            // SAFETY: the thread is alive, and has the signal blocked.
-            unsafe { libc::pthread_kill(this, libc::SIGTERM) };
-            assert_eq!(signals.received(), 1);
-            assert_eq!(signals.received(), 0);
-        })
-        .join()
-        .unwrap();
     }
 }

@@ -17,6 +17,8 @@ pub(crate) enum Benchmark {
     Start,
     /// A worker's overlay and seed, durable
     Provision,
+    /// The image engine in process, against qemu-img bench
+    Block,
 }
 
 impl Benchmark {
@@ -25,6 +27,7 @@ impl Benchmark {
             Self::Boot => "boot",
             Self::Start => "start",
             Self::Provision => "provision",
+            Self::Block => "block",
         }
     }
 }
@@ -35,7 +38,7 @@ pub(crate) struct Options {
     /// What to measure
     #[arg(value_enum)]
     what: Benchmark,
-    /// Rounds; by default 9 boots each, 50 of the others
+    /// Rounds; by default 9 boots each, 10 pairs for block, 50 of the others
     #[arg(long)]
     rounds: Option<usize>,
     /// Write the report to this file, too
@@ -44,6 +47,11 @@ pub(crate) struct Options {
     /// Measure the programs of this folder instead of building them
     #[arg(long)]
     programs: Option<PathBuf>,
+    /// Fewer pairs of shorter runs, for a first look (block)
+    #[arg(long)]
+    quick: bool,
+    /// Only the rows whose labels contain one of these, as in "33-layer" or "tmpfs, ring" (block)
+    cases: Vec<String>,
 }
 
 /// Runs a benchmark.
@@ -58,5 +66,8 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     if let Some(rounds) = options.rounds {
         command.args(["--rounds", &rounds.to_string()]);
     }
-    crate::finish(command.arg(options.what.name()))
+    if options.quick {
+        command.arg("--quick");
+    }
+    crate::finish(command.arg(options.what.name()).args(&options.cases))
 }

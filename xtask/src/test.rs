@@ -27,7 +27,7 @@ pub(crate) enum Suite {
     Lab,
     /// Unit, API and lab (block's tests are among the first)
     All,
-    /// All, with the lab's stories three times
+    /// All, with the lab's stories three times, those that take long among them
     Long,
 }
 
@@ -250,6 +250,9 @@ fn stories(session: &Session, rounds: u32, filter: &[String]) -> Result<Counts> 
     for round in 1..=rounds {
         let report = session.folder.join(format!("report-{round}.json"));
         let mut command = session.command(&["test"]);
+        if rounds > 1 {
+            command.arg("--long");
+        }
         let status = command
             .arg("--report")
             .arg(&report)

@@ -20,7 +20,6 @@ mod events;
 pub mod openapi;
 mod patience;
 mod routes;
-mod socket;
 
 use std::future::Future;
 use std::io;
@@ -36,7 +35,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, broadcast, watch};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-pub use socket::{SocketError, SocketGuard, bind_socket};
+pub use crate::socket::{SocketError, SocketGuard, bind_socket};
 
 use self::patience::Patient;
 use crate::definition::VmConfig;

@@ -1,78 +1,36 @@
-//! Merging the layers of a disk: down into the layer below, or up into the top.
+//! Merging the layers of a disk that nobody uses: down into the layer below, or up into the top.
 //!
 //! ```text
-//!  commit    top ■□■   ─>  below ▣▨▣   the top then has nothing that the layer below has not
-//!  flatten   top ■□■, below ▨▨▨  ─>  top ■▨■ without a backing file
+//!  commit    top ■□■, below ▨▨▨   ─>  top □□□, below ▣▨▣
+//!  flatten   top ■□■, below ▨▨▨   ─>  top ■▨■ without a backing file
 //! ```
 //!
-//! Both leave what a guest of the top reads as it is, at every moment; a job that was stopped or died is just done again.
+//! They are the jobs of an open disk ([`crate::Job`]), driven to their end. Both leave what a guest of the top reads as it is, at
+//! every moment; one that was stopped or died is just done again.
 
-use super::job::{Monitor, Way};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::job::Monitor;
 use crate::error::{Error, ErrorKind};
-use crate::qcow2::Mapping;
-use crate::{Backing, Disk, DiskSpec, Format, Op};
+use crate::options::DiskOptions;
+use crate::{Disk, DiskSpec, Format, Job, JobState};
 
-/// Bytes moved at a time.
-const CHUNK: u64 = 1 << 20;
+/// The longest pause at a time, so that a job can be cancelled soon.
+const PAUSE: Duration = Duration::from_millis(100);
 
-/// Writes what the top image of a disk has into the layer below it, which grows where it is shorter. Afterwards the top is as it was,
-/// and may be deleted: the layer below reads the same.
+/// Moves what the top image of a disk has into the layer below it, which grows where it is shorter. Afterwards the top is empty and
+/// may be deleted: the layer below reads the same.
 ///
 /// # Errors
 /// The disk has no layer below that is listed by the caller, somebody uses one of the two, or an image is damaged or full.
 pub fn commit(spec: &DiskSpec, monitor: &mut dyn Monitor) -> Result<(), Error> {
-    let path = &spec.top.path;
-    let Backing::Explicit(layers) = &spec.backing else {
-        let reason = "a commit needs the layers below to be listed, the nearest is written to";
-        return Err(Error::new(path, ErrorKind::Backing(reason.into())));
+    let options = DiskOptions {
+        commit_below: true,
+        ..DiskOptions::default()
     };
-    let Some((below, rest)) = layers.split_first() else {
-        let reason = "has no layer below to be committed to";
-        return Err(Error::new(path, ErrorKind::Backing(reason.into())));
-    };
-    let base_spec = DiskSpec {
-        top: below.clone(),
-        backing: Backing::Explicit(rest.to_vec()),
-        read_only: false,
-        discard: spec.discard,
-    };
-    // What is stated has to fit what the headers say, as for any use of the chain.
-    drop(super::map::open(spec)?);
-    let mut top = Disk::open_alone(spec)?;
-    let mut base = Disk::open(&base_spec)?;
-    let size = top.size_bytes();
-    if base.size_bytes() < size {
-        base.resize(size)
-            .map_err(|kind| Error::new(&below.path, kind))?;
-    }
-    let mut way = Way::new(monitor, size);
-    let mut at = 0;
-    while at < size {
-        let located = top.locate(at, (size - at).min(CHUNK));
-        let located = located.map_err(|e| Error::new(path, e.into()))?;
-        let length = located.length;
-        let written = match located.mapping {
-            Mapping::Below | Mapping::BelowKept { .. } => Ok(0),
-            Mapping::Zero | Mapping::ZeroKept { .. } => {
-                let zeroes = Op::WriteZeroes {
-                    offset: at,
-                    length,
-                    unmap: true,
-                };
-                base.execute(&zeroes).map(|()| 0)
-            }
-            Mapping::Data { .. } | Mapping::Compressed { .. } => {
-                let bytes = top.read(at, length as usize);
-                let bytes = bytes.map_err(|e| Error::new(path, e.into()))?;
-                base.write(at, bytes).map(|()| length)
-            }
-        };
-        let written = written.map_err(|e| Error::new(&below.path, e.into()))?;
-        at += length;
-        way.at(path, at, written)?;
-    }
-    base.close()?;
-    top.close()
+    run(Disk::open_with(spec, options)?, Job::Commit, monitor)
 }
 
 /// Copies what the layers below have, and the top does not hide, into the top image, which then needs no backing file.
@@ -80,38 +38,52 @@ pub fn commit(spec: &DiskSpec, monitor: &mut dyn Monitor) -> Result<(), Error> {
 /// # Errors
 /// The top is not qcow2, somebody uses it, or an image is damaged or full.
 pub fn flatten(spec: &DiskSpec, monitor: &mut dyn Monitor) -> Result<(), Error> {
-    let path = &spec.top.path;
     if spec.top.format != Format::Qcow2 {
         let reason = "a raw image has no backing files";
-        return Err(Error::new(path, ErrorKind::Backing(reason.into())));
+        let kind = ErrorKind::Backing(reason.into());
+        return Err(Error::new(&spec.top.path, kind));
     }
-    let failed = |error| Error::new(path, ErrorKind::Request(error));
-    let mut disk = Disk::open(&DiskSpec {
+    let disk = Disk::open(&DiskSpec {
         read_only: false,
         ..spec.clone()
     })?;
-    let size = disk.size_bytes();
-    let mut way = Way::new(monitor, size);
-    let mut at = 0;
-    while at < size {
-        let located = disk.locate(at, (size - at).min(CHUNK)).map_err(failed)?;
-        let length = located.length;
-        let has_data = matches!(
-            located.mapping,
-            Mapping::Data { .. } | Mapping::Compressed { .. }
-        );
-        let mut moved = 0;
-        if located.depth > 0 && has_data {
-            let bytes = disk.read(at, length as usize).map_err(failed)?;
-            // Zeros need no space once nothing is below.
-            if bytes.iter().any(|byte| *byte != 0) {
-                disk.write(at, bytes).map_err(failed)?;
-            }
-            moved = length;
+    run(disk, Job::Flatten, monitor)
+}
+
+fn run(mut disk: Disk, job: Job, monitor: &mut dyn Monitor) -> Result<(), Error> {
+    let handle = disk.begin(job)?;
+    disk.job_has_the_disk();
+    let mut completions = Vec::new();
+    loop {
+        handle.set_rate(monitor.bytes_per_second());
+        disk.poll(&mut completions);
+        let progress = handle.progress();
+        if monitor.progress(progress.done, progress.total).is_break() {
+            handle.cancel();
         }
-        at += length;
-        way.at(path, at, moved)?;
+        match handle.state() {
+            JobState::Done => return disk.close(),
+            JobState::Failed(failure) => {
+                let kind = ErrorKind::Request(failure.error);
+                return Err(Error::new(&failure.path, kind));
+            }
+            JobState::Cancelled => {
+                let path = disk.path().to_owned();
+                disk.close()?;
+                return Err(Error::new(&path, ErrorKind::Cancelled));
+            }
+            JobState::Running | JobState::Paused | JobState::Cancelling => wait(&disk),
+        }
     }
-    disk.forget_backing().map_err(failed)?;
-    disk.close()
+}
+
+/// Waits until the job may go on.
+fn wait(disk: &Disk) {
+    let Some(timer) = disk.timer() else { return };
+    let pause = Timespec {
+        tv_sec: 0,
+        tv_nsec: i64::from(PAUSE.subsec_nanos()),
+    };
+    // A signal or a failure only makes the job look sooner.
+    let _ = rustix::event::poll(&mut [PollFd::new(&timer, PollFlags::IN)], Some(&pause));
 }

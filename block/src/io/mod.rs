@@ -11,6 +11,7 @@
 
 mod bounce;
 mod inline;
+mod pace;
 mod pool;
 pub(crate) mod queue;
 mod ring;
@@ -64,6 +65,10 @@ enum Io {
 
 impl FileIo for Io {
     async fn readv(&self, fd: BorrowedFd<'_>, at: u64, slices: &[RawSlice]) -> io::Result<usize> {
+        #[cfg(test)]
+        let cut = tape::read(fd, slices)?;
+        #[cfg(test)]
+        let slices = cut.as_deref().unwrap_or(slices);
         match self {
             Self::Inline(io) => io.readv(fd, at, slices).await,
             Self::Queued(io) => io.readv(fd, at, slices).await,
@@ -72,7 +77,9 @@ impl FileIo for Io {
 
     async fn writev(&self, fd: BorrowedFd<'_>, at: u64, slices: &[RawSlice]) -> io::Result<usize> {
         #[cfg(test)]
-        let _recorded = tape::write(at, slices)?;
+        let (_recorded, cut) = tape::write(fd, at, slices)?;
+        #[cfg(test)]
+        let slices = cut.as_deref().unwrap_or(slices);
         match self {
             Self::Inline(io) => io.writev(fd, at, slices).await,
             Self::Queued(io) => io.writev(fd, at, slices).await,
@@ -81,7 +88,7 @@ impl FileIo for Io {
 
     async fn fdatasync(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         #[cfg(test)]
-        let _recorded = tape::sync()?;
+        let _recorded = tape::sync(fd)?;
         match self {
             Self::Inline(io) => io.fdatasync(fd).await,
             Self::Queued(io) => io.fdatasync(fd).await,
@@ -96,7 +103,7 @@ impl FileIo for Io {
         length: u64,
     ) -> io::Result<()> {
         #[cfg(test)]
-        let _recorded = tape::punch(at, length)?;
+        let _recorded = tape::punch(fd, at, length)?;
         match self {
             Self::Inline(io) => io.fallocate(fd, mode, at, length).await,
             Self::Queued(io) => io.fallocate(fd, mode, at, length).await,
@@ -434,6 +441,8 @@ impl BlockFile {
 
     /// Changes where the file ends.
     pub(crate) fn set_end(&self, end: u64) -> io::Result<()> {
+        #[cfg(test)]
+        let _recorded = tape::truncate(self.fd(), end)?;
         rustix::fs::ftruncate(&self.fd, end)?;
         self.end.set(end);
         self.changed();

@@ -16,4 +16,7 @@
 
 mod cuts;
 mod failures;
+mod guest;
+mod promise;
+mod replay;
 mod scene;

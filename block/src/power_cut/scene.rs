@@ -1,14 +1,12 @@
-//! Disks to be cut off, and guests that keep them busy.
+//! Disks to be cut off.
 
-use std::cell::RefCell;
-use std::ops::Range;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::rc::Rc;
 
 use crate::image::{self, CreateOptions};
-use crate::io::tape::{Event, Tape};
-use crate::{Backing, Buffers, Cache, Disk, DiskSpec, Format, Layer, Op, Request, SharedBuffer};
+use crate::io::tape::Tape;
+use crate::{Backing, Buffers, Cache, Disk, DiskSpec, Format, Layer, Op, SharedBuffer};
 
 pub(super) const SECTOR: usize = 512;
 
@@ -23,23 +21,6 @@ impl Random {
     }
 }
 
-/// What the guest did, as the marks on the tape say.
-#[derive(Clone, Debug)]
-pub(super) enum Deed {
-    /// Began to give these sectors this value; `weak`: or to leave them as they are.
-    Set {
-        sectors: Range<usize>,
-        value: u8,
-        weak: bool,
-    },
-    /// The deed of this number is over.
-    Over(usize),
-    /// Began a flush.
-    Flush,
-    /// The disk has its last size, durably.
-    Grown,
-}
-
 pub(super) struct Scene {
     _folder: tempfile::TempDir,
     pub(super) spec: DiskSpec,
@@ -47,8 +28,10 @@ pub(super) struct Scene {
     pub(super) size: usize,
     /// What the sectors hold before the run.
     pub(super) initial: Vec<u8>,
+    /// The files before the run, as [`Scene::layers`] lists them.
+    files: Vec<Vec<u8>>,
     /// Whether the disk gets its last size in the middle of the run.
-    grows: bool,
+    pub(super) grows: bool,
 }
 
 fn layer(path: &Path, format: Format) -> Layer {
@@ -89,16 +72,18 @@ impl Scene {
     fn build(size: usize, make: impl FnOnce(&Path, &Path) -> Vec<Layer>) -> Self {
         let folder = folder();
         let top = folder.path().join("top.qcow2");
-        let backing = make(&top, folder.path());
+        let below = make(&top, folder.path());
         let spec = DiskSpec {
             top: layer(&top, Format::Qcow2),
-            backing: Backing::Explicit(backing),
+            backing: Backing::Explicit(below.clone()),
             read_only: false,
             discard: true,
         };
         let mut initial: Vec<u8> = read_all(&spec).chunks(SECTOR).map(|s| s[0]).collect();
         initial.resize(size / SECTOR, 0);
+        let files = std::iter::once(&top).chain(below.iter().map(|layer| &layer.path));
         Self {
+            files: files.map(|path| std::fs::read(path).unwrap()).collect(),
             _folder: folder,
             grows: Disk::open(&spec).unwrap().size_bytes() < size as u64,
             spec,
@@ -175,6 +160,35 @@ impl Scene {
         })
     }
 
+    /// A scene whose top gets a little of everything.
+    pub(super) fn with_data(mut self, seed: u64) -> Self {
+        let scene = &mut self;
+        let mut random = Random(seed);
+        let mut disk = Disk::open(&scene.spec).unwrap();
+        for n in 0..24u8 {
+            let first = random.below(scene.initial.len() as u64 - 20) as usize;
+            let sectors = first..first + 1 + random.below(19) as usize;
+            let (offset, length) = ((first * SECTOR) as u64, sectors.len() * SECTOR);
+            let value = if n % 4 == 0 { 0 } else { n };
+            let op = match value {
+                0 => Op::WriteZeroes {
+                    offset,
+                    length: length as u64,
+                    unmap: n % 8 == 0,
+                },
+                _ => Op::Write {
+                    offset,
+                    buffers: Buffers::from_vec(vec![value; length]),
+                },
+            };
+            disk.execute(&op).unwrap();
+            scene.initial[sectors].fill(value);
+        }
+        disk.close().unwrap();
+        scene.files[0] = std::fs::read(&scene.spec.top.path).unwrap();
+        self
+    }
+
     /// Compressed clusters in the base, or in the top image itself, where they share host clusters.
     pub(super) fn compressed(base: bool, kind: &str) -> Self {
         let size = 160 * 1024;
@@ -218,8 +232,8 @@ impl Scene {
         })
     }
 
-    /// Subclusters over a base, with a snapshot.
-    pub(super) fn subclusters() -> Self {
+    /// Subclusters over a base, with or without a snapshot.
+    pub(super) fn subclusters(snapshot: bool) -> Self {
         let size = 160 * 1024;
         Self::build(size, |top, folder| {
             let below = folder.join("base.raw");
@@ -233,7 +247,9 @@ impl Scene {
             image::create_qcow2(top, &options).unwrap();
             let layers = vec![layer(&below, Format::Raw)];
             fill(top, &layers, 50 * 1024, 0x22);
-            qemu("qemu-img", &["snapshot", "-c", "s", text(top)]);
+            if snapshot {
+                qemu("qemu-img", &["snapshot", "-c", "s", text(top)]);
+            }
             layers
         })
     }
@@ -295,192 +311,49 @@ impl Scene {
         })
     }
 
-    /// Keeps the disk busy with the tape in; the deeds by mark. With `depth` 1 the inline engine serves it, otherwise so many
-    /// requests are under way in a shuffled order.
-    pub(super) fn run(
-        &self,
-        requests: usize,
-        depth: usize,
-        random: &mut Random,
-        tape: &Rc<RefCell<Tape>>,
-    ) -> Vec<Deed> {
-        let disk = if depth == 1 {
-            Disk::open(&self.spec).unwrap()
-        } else {
-            Disk::open_shuffled(&self.spec, random.0).unwrap()
+    /// The images, the top first.
+    pub(super) fn layers(&self) -> Vec<Layer> {
+        let Backing::Explicit(below) = &self.spec.backing else {
+            unreachable!("scenes list their layers")
         };
-        let mut guest = Guest {
-            disk,
-            tape: Rc::clone(tape),
-            deeds: Vec::new(),
-            busy: Vec::new(),
-            now: self.initial.iter().map(|value| vec![*value]).collect(),
-        };
-        for n in 0..requests {
-            while guest.busy.len() >= depth || random.below(3) == 0 && !guest.busy.is_empty() {
-                guest.step();
-            }
-            if self.grows && n == requests / 2 {
-                guest.drain();
-                guest.disk.resize(self.size as u64).unwrap();
-                guest.mark(Deed::Grown);
-            }
-            guest.request(n, random);
-        }
-        guest.drain();
-        let Guest {
-            disk,
-            mut deeds,
-            tape,
-            ..
-        } = guest;
-        mark(&tape, &mut deeds, Deed::Flush);
-        let flush = deeds.len() - 1;
-        disk.close().unwrap();
-        mark(&tape, &mut deeds, Deed::Over(flush));
-        deeds
-    }
-}
-
-/// Requests under way of one disk.
-struct Guest {
-    disk: Disk,
-    tape: Rc<RefCell<Tape>>,
-    deeds: Vec<Deed>,
-    busy: Vec<Busy>,
-    /// What each sector may read as; several after a discard.
-    now: Vec<Vec<u8>>,
-}
-
-struct Busy {
-    tag: u64,
-    sectors: Range<usize>,
-    read: Option<SharedBuffer>,
-}
-
-fn mark(tape: &Rc<RefCell<Tape>>, deeds: &mut Vec<Deed>, deed: Deed) {
-    tape.borrow_mut().events.push(Event::Mark(deeds.len()));
-    deeds.push(deed);
-}
-
-impl Guest {
-    fn mark(&mut self, deed: Deed) {
-        mark(&self.tape, &mut self.deeds, deed);
+        std::iter::once(&self.spec.top)
+            .chain(below)
+            .cloned()
+            .collect()
     }
 
-    fn drain(&mut self) {
-        while !self.busy.is_empty() {
-            self.step();
+    /// Undoes all that happened to the files.
+    pub(super) fn reset(&self) {
+        for (layer, bytes) in self.layers().iter().zip(&self.files) {
+            std::fs::write(&layer.path, bytes).unwrap();
         }
     }
 
-    fn step(&mut self) {
-        self.disk.step(true);
-        self.collect();
-    }
-
-    fn collect(&mut self) {
-        let mut done = std::mem::take(&mut self.disk.done);
-        for completion in done.drain(..) {
-            completion.result.unwrap();
-            let at = self.busy.iter().position(|busy| busy.tag == completion.tag);
-            let busy = self.busy.swap_remove(at.expect("it was asked for"));
-            let Some(read) = busy.read else {
-                self.mark(Deed::Over(completion.tag as usize));
-                continue;
-            };
-            let read = read.take().expect("the request is over");
-            for (sector, n) in read.chunks(SECTOR).zip(busy.sectors) {
-                let known = self.now[n].contains(&sector[0]);
-                assert!(
-                    known && sector.iter().all(|byte| *byte == sector[0]),
-                    "sector {n} reads {} and not one of {:?}",
-                    sector[0],
-                    self.now[n]
-                );
-            }
+    /// Gives the files the numbers on a tape that they have in [`Scene::layers`].
+    pub(super) fn number_files(&self, tape: &mut Tape) {
+        for (n, layer) in self.layers().iter().enumerate() {
+            let file = std::fs::metadata(&layer.path).unwrap();
+            assert_eq!(tape.file((file.dev(), file.ino())), n);
         }
     }
 
-    /// Begins a request that touches no sector that another one under way does; clusters they may well share.
-    fn request(&mut self, n: usize, random: &mut Random) {
-        let total = (self.disk.size_bytes() / SECTOR as u64) as usize;
-        let first = random.below(total as u64) as usize;
-        let most = if n.is_multiple_of(4) { 100 } else { 24 };
-        let count = (random.below(most) as usize + 1).min(total - first);
-        let sectors = first..first + count;
-        let is_free =
-            |busy: &Busy| busy.sectors.end <= sectors.start || sectors.end <= busy.sectors.start;
-        if !self.busy.iter().all(is_free) {
-            return;
-        }
-        let (offset, length) = ((first * SECTOR) as u64, count * SECTOR);
-        let value = (n % 250) as u8 + 1;
-        let tag = self.deeds.len() as u64;
-        let mut read = None;
-        let mut touched = sectors.clone();
-        let op = match random.below(10) {
-            0..4 => {
-                self.set(&sectors, value, false);
-                Op::Write {
-                    offset,
-                    buffers: Buffers::from_vec(vec![value; length]),
-                }
-            }
-            4..6 => {
-                self.set(&sectors, 0, false);
-                Op::WriteZeroes {
-                    offset,
-                    length: length as u64,
-                    unmap: random.below(2) == 0,
-                }
-            }
-            6 => {
-                self.set(&sectors, 0, true);
-                Op::Discard {
-                    offset,
-                    length: length as u64,
-                }
-            }
-            7 => {
-                let buffer = SharedBuffer::zeroed(length);
-                let buffers = buffer.buffers();
-                read = Some(buffer);
-                Op::Read { offset, buffers }
-            }
-            _ => {
-                self.mark(Deed::Flush);
-                touched = 0..0;
-                Op::Flush
-            }
-        };
-        // A read leaves no mark; its tag must not be that of the next deed.
-        let tag = if read.is_some() {
-            u64::MAX - n as u64
-        } else {
-            tag
-        };
-        self.busy.push(Busy {
-            tag,
-            sectors: touched,
-            read,
-        });
-        self.disk.submit(Request { tag, op });
-        self.collect();
+    /// Whether the header of the top image says that something lies below.
+    pub(super) fn names_a_backing(&self) -> bool {
+        std::fs::read(&self.spec.top.path).unwrap()[8..16] != [0; 8]
     }
 
-    fn set(&mut self, sectors: &Range<usize>, value: u8, weak: bool) {
-        for values in &mut self.now[sectors.clone()] {
-            if !weak {
-                values.clear();
-            }
-            values.push(value);
+    /// The whole disk, on the layers that its top needs now.
+    pub(super) fn read_all(&self) -> Vec<u8> {
+        read_all(&self.spec_now())
+    }
+
+    /// The disk, on the layers that its top needs now.
+    pub(super) fn spec_now(&self) -> DiskSpec {
+        let mut spec = self.spec.clone();
+        if !self.names_a_backing() {
+            spec.backing = Backing::Explicit(vec![]);
         }
-        self.mark(Deed::Set {
-            sectors: sectors.clone(),
-            value,
-            weak,
-        });
+        spec
     }
 }
 

@@ -27,8 +27,8 @@ pub(crate) enum Clear {
         /// The clusters may be let go.
         unmap: bool,
     },
-    /// They lie past the disk's new end.
-    Truncate,
+    /// They lie past the disk's new end, or the layer below has the same: the entries are emptied, whatever is below.
+    Forget,
 }
 
 /// Zeros written at a time where the format has no other way, in bytes.
@@ -49,7 +49,7 @@ impl Qcow2 {
     }
 
     /// [`Qcow2::clear`] of clusters held exclusively.
-    pub(super) async fn clear_held(
+    pub(crate) async fn clear_held(
         &self,
         chain: View<'_>,
         offset: u64,
@@ -105,7 +105,7 @@ impl Qcow2 {
         let version = self.header.version;
         let zero = RawEntry::default().zeroed(geometry);
         let cleared = match how {
-            Clear::Truncate => Some(RawEntry::default()),
+            Clear::Forget => Some(RawEntry::default()),
             _ if self.has_below => Some(zero),
             _ => None,
         };

@@ -50,6 +50,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 pub(crate) use self::discard::Clear;
 pub(crate) use self::map::{Extent, Mapping};
@@ -62,6 +63,7 @@ use self::snapshots::Snapshot;
 use self::spec::{Geometry, Incompatible};
 use self::states::{InFlight, Transit};
 use self::table::TableCache;
+use crate::budget::{CacheBudget, CacheCounts};
 use crate::buffers::Pages;
 use crate::error::{Error, ErrorKind, IoError};
 use crate::io::BlockFile;
@@ -135,7 +137,12 @@ pub(crate) fn read_header(file: &BlockFile) -> Result<Header, Error> {
 
 impl Qcow2 {
     /// Opens the image in `file`. Changes nothing in it.
-    pub(crate) fn open(file: BlockFile, writable: bool) -> Result<Self, Error> {
+    pub(crate) fn open(
+        file: BlockFile,
+        writable: bool,
+        budget: &CacheBudget,
+        counts: &Arc<CacheCounts>,
+    ) -> Result<Self, Error> {
         let header = read_header(&file)?;
         let path = file.path();
         let geometry = header.geometry;
@@ -172,7 +179,7 @@ impl Qcow2 {
                 at: header.refcount_table,
                 entries: refcount_table,
             }),
-            tables: TableCache::new(geometry.cluster_size()),
+            tables: TableCache::new(geometry.cluster_size(), writable, budget, counts),
             allocator: RefCell::default(),
             overlap: RefCell::new(overlap),
             in_flight: RefCell::default(),
@@ -211,6 +218,16 @@ impl Qcow2 {
         self.size.get()
     }
 
+    /// Bytes of a cluster.
+    pub(crate) fn cluster_size(&self) -> u64 {
+        self.geometry().cluster_size()
+    }
+
+    /// Bytes of what is mapped as one: a cluster, or a subcluster.
+    pub(crate) fn unit_size(&self) -> u64 {
+        1 << self.geometry().unit_bits()
+    }
+
     fn geometry(&self) -> Geometry {
         self.header.geometry
     }
@@ -234,7 +251,7 @@ impl Qcow2 {
 
     /// The duties before anything is changed: writing must not have stopped, and features that claim to describe the data
     /// and that we do not maintain are switched off.
-    async fn begin(&self) -> Result<(), IoError> {
+    pub(crate) async fn begin(&self) -> Result<(), IoError> {
         if let Some(reason) = self.stopped.get() {
             return Err(IoError::Stopped(reason));
         }
@@ -407,19 +424,13 @@ fn claim_metadata(
             "a snapshot's L1 table",
         )?;
     }
-    for entry in refcount_table.iter().filter(|entry| **entry != 0) {
-        claim(
-            entry & spec::REFCOUNT_OFFSET_MASK,
-            cluster,
-            "a refcount block",
-        )?;
-    }
-    for entry in l1
+    let blocks = refcount_table
         .iter()
-        .map(|entry| entry & spec::OFFSET_MASK)
-        .filter(|host| *host != 0)
-    {
-        claim(entry, cluster, "an L2 table")?;
-    }
+        .map(|entry| entry & spec::REFCOUNT_OFFSET_MASK);
+    let tables = l1.iter().map(|entry| entry & spec::OFFSET_MASK);
+    let all = blocks.chain(tables).filter(|host| *host != 0);
+    overlap.set_tables(geometry, all).map_err(|(host, other)| {
+        format!("an L2 table or refcount block at {host:#x} overlaps {other}; examine it with `qemu-img check`")
+    })?;
     Ok(overlap)
 }

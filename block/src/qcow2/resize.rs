@@ -77,7 +77,7 @@ impl Qcow2 {
         let edge = geometry.up(new).unwrap_or(new);
         let end = geometry.up(old).unwrap_or(old);
         if edge < end {
-            self.clear_held(chain, edge, end - edge, Clear::Truncate)
+            self.clear_held(chain, edge, end - edge, Clear::Forget)
                 .await?;
         }
         self.settle().await

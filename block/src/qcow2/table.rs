@@ -1,15 +1,19 @@
 //! A cache of the tables of an image: L2 tables and refcount blocks, in pieces of at most 4 KiB, under a byte budget.
 //!
 //! Changes stay here until a flush writes them in place, first refcounts, then L2 ([`super::flush`]). Only clean pieces are
-//! evicted, the least recently used first; the engine flushes before the dirty ones fill the budget.
+//! evicted, the least recently used first; the engine flushes before there are many dirty ones. What all caches of a process
+//! take together is limited by a [`CacheBudget`].
 
-use std::cell::RefCell;
-use std::collections::HashMap;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
-use crate::buffers::Pages;
+use crate::budget::{Account, CacheBudget, CacheCounts};
+use crate::buffers::{PAGE, Pages};
 use crate::io::BlockFile;
+use crate::lru::Lru;
+use crate::task::{Kind, RangeLock};
 
 /// What a table is; decides when its changes may reach the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,43 +22,55 @@ pub(super) enum Role {
     L2,
 }
 
-/// The most that a cache holds, in bytes; more only while all of it is dirty.
-const BUDGET: usize = 1024 * 1024;
+impl Role {
+    /// The list of the dirty pieces of this role.
+    fn list(self) -> usize {
+        match self {
+            Self::Refcount => 1,
+            Self::L2 => 2,
+        }
+    }
+}
+
+/// The list of what can be evicted.
+const CLEAN: usize = 0;
 /// The longest run of dirty pieces that is written at once, in bytes.
 const WRITE_RUN: usize = 64 * 1024;
 /// The largest piece, in bytes; smaller clusters are cached whole.
 const PIECE: u64 = 4096;
-
-struct Piece {
-    bytes: Pages,
-    dirty: Option<Role>,
-    used: u64,
-}
-
-#[derive(Default)]
-struct State {
-    pieces: HashMap<u64, Piece>,
-    clock: u64,
-    /// Counts evictions, so that a load can tell whether what it read may have been changed, written and dropped meanwhile.
-    generation: u64,
-    dirty: usize,
-}
+/// Pieces that an image may have whatever others have, where it is only read and where it is written.
+const FLOOR: usize = 4;
+const FLOOR_WRITTEN: usize = 16;
+/// So many dirty pieces are written before there are more of them.
+const MOST_DIRTY: usize = 192;
 
 /// The cache of one image.
 pub(super) struct TableCache {
     piece: u64,
-    most: usize,
-    state: RefCell<State>,
+    pieces: RefCell<Lru<Pages>>,
+    account: Account,
+    counts: Arc<CacheCounts>,
+    /// Pieces that are being read, by where they begin.
+    loading: RangeLock,
+    /// Counts what was purged, so that a load can tell whether what it read has a new meaning.
+    purges: Cell<u64>,
 }
 
 impl TableCache {
-    pub(super) fn new(cluster_size: u64) -> Self {
-        let piece = cluster_size.min(PIECE);
-        // A piece takes whole pages of memory.
+    pub(super) fn new(
+        cluster_size: u64,
+        writable: bool,
+        budget: &CacheBudget,
+        counts: &Arc<CacheCounts>,
+    ) -> Self {
+        let floor = if writable { FLOOR_WRITTEN } else { FLOOR };
         Self {
-            piece,
-            most: BUDGET / PIECE as usize,
-            state: RefCell::default(),
+            piece: cluster_size.min(PIECE),
+            pieces: RefCell::default(),
+            account: Account::new(budget, floor * PAGE),
+            counts: Arc::clone(counts),
+            loading: RangeLock::default(),
+            purges: Cell::new(0),
         }
     }
 
@@ -71,12 +87,10 @@ impl TableCache {
 
     /// Looks into a cached piece; `None` if it has to be loaded first.
     pub(super) fn get<T>(&self, piece: u64, look: impl FnOnce(&[u8]) -> T) -> Option<T> {
-        let mut state = self.state.borrow_mut();
-        state.clock += 1;
-        let now = state.clock;
-        let found = state.pieces.get_mut(&piece)?;
-        found.used = now;
-        Some(look(found.bytes.bytes()))
+        let mut pieces = self.pieces.borrow_mut();
+        let found = pieces.get(piece)?;
+        self.counts.hit();
+        Some(look(found.bytes()))
     }
 
     /// Changes a cached piece; `None` if it has to be loaded first.
@@ -86,60 +100,57 @@ impl TableCache {
         role: Role,
         change: impl FnOnce(&mut [u8]) -> T,
     ) -> Option<T> {
-        let mut state = self.state.borrow_mut();
-        state.clock += 1;
-        let now = state.clock;
-        let found = state.pieces.get_mut(&piece)?;
-        found.used = now;
-        let result = change(found.bytes.bytes_mut());
-        if found.dirty.replace(role).is_none() {
-            state.dirty += 1;
-        }
-        Some(result)
+        let mut pieces = self.pieces.borrow_mut();
+        let found = pieces.get_into(piece, role.list())?;
+        Some(change(found.bytes_mut()))
     }
 
     /// Reads a piece into the cache.
     pub(super) async fn load(&self, file: &BlockFile, piece: u64) -> io::Result<()> {
+        // Whoever wants the same piece waits for it.
+        let _turn = self.loading.hold(piece..piece + 1, Kind::Exclusive).await;
         loop {
-            let generation = self.state.borrow().generation;
-            let mut bytes = Pages::zeroed(usize::try_from(self.piece).unwrap_or(PIECE as usize));
-            file.read(piece, bytes.span()).await?;
-            let mut state = self.state.borrow_mut();
-            if state.pieces.contains_key(&piece) {
+            if self.pieces.borrow().contains(piece) {
                 return Ok(());
             }
-            if state.generation != generation {
+            let purges = self.purges.get();
+            let mut bytes = Pages::zeroed(usize::try_from(self.piece).unwrap_or(PAGE));
+            file.read(piece, bytes.span()).await?;
+            if self.purges.get() != purges {
                 continue;
             }
-            if state.pieces.len() >= self.most {
-                state.evict();
-            }
-            state.clock += 1;
-            let used = state.clock;
-            state.pieces.insert(
-                piece,
-                Piece {
-                    bytes,
-                    dirty: None,
-                    used,
-                },
-            );
+            self.counts.miss();
+            let mut pieces = self.pieces.borrow_mut();
+            self.make_room(&mut pieces);
+            pieces.insert(piece, bytes, CLEAN);
             return Ok(());
         }
     }
 
+    /// Evicts as much as has to go for one more piece, and one beyond that while others have less than their due.
+    fn make_room(&self, pieces: &mut Lru<Pages>) {
+        for _ in 0..2 {
+            if self.account.admits(PAGE) {
+                break;
+            }
+            let Some(oldest) = pieces.oldest(CLEAN) else {
+                break;
+            };
+            pieces.remove(oldest);
+            self.account.give(PAGE);
+        }
+        // Where nothing is clean the budget is exceeded until the dirty ones are written.
+        self.account.take(PAGE);
+    }
+
     /// Forgets what is cached of a range of the file, changes included: its clusters begin a new life.
     pub(super) fn purge(&self, range: Range<u64>) {
-        let mut state = self.state.borrow_mut();
-        state.generation += 1;
+        self.purges.set(self.purges.get() + 1);
+        let mut pieces = self.pieces.borrow_mut();
         let mut at = range.start;
         while at < range.end {
-            if state
-                .pieces
-                .remove(&at)
-                .is_some_and(|piece| piece.dirty.is_some())
-            {
-                state.dirty -= 1;
+            if pieces.remove(at).is_some() {
+                self.account.give(PAGE);
             }
             at += self.piece;
         }
@@ -147,31 +158,28 @@ impl TableCache {
 
     /// Whether the dirty pieces should be written before more are made dirty.
     pub(super) fn is_under_pressure(&self) -> bool {
-        self.state.borrow().dirty >= self.most / 4 * 3
+        let pieces = self.pieces.borrow();
+        let dirty = pieces.length(Role::Refcount.list()) + pieces.length(Role::L2.list());
+        let cramped = dirty >= FLOOR_WRITTEN / 4 * 3
+            && pieces.length(CLEAN) < FLOOR
+            && !self.account.admits(PAGE);
+        dirty >= MOST_DIRTY || cramped
     }
 
     /// Whether any piece waits to be written.
     pub(super) fn is_dirty(&self) -> bool {
-        self.state.borrow().dirty > 0
+        self.has_dirty(Role::Refcount) || self.has_dirty(Role::L2)
     }
 
     /// Whether a piece of this role waits to be written.
     pub(super) fn has_dirty(&self, role: Role) -> bool {
-        let state = self.state.borrow();
-        state.dirty > 0 && state.pieces.values().any(|piece| piece.dirty == Some(role))
+        self.pieces.borrow().length(role.list()) > 0
     }
 
     /// Writes the dirty pieces of a role in place. The caller keeps others from changing tables meanwhile. What could not be
     /// written stays dirty.
     pub(super) async fn write_dirty(&self, file: &BlockFile, role: Role) -> io::Result<()> {
-        let mut dirty: Vec<u64> = {
-            let state = self.state.borrow();
-            let pieces = state
-                .pieces
-                .iter()
-                .filter(|(_, piece)| piece.dirty == Some(role));
-            pieces.map(|(at, _)| *at).collect()
-        };
+        let mut dirty: Vec<u64> = self.pieces.borrow().keys(role.list()).collect();
         dirty.sort_unstable();
         let piece = usize::try_from(self.piece).unwrap_or(PIECE as usize);
         let most = WRITE_RUN / piece;
@@ -187,38 +195,19 @@ impl TableCache {
             rest = later;
             let mut bytes = Pages::zeroed(run * piece);
             {
-                let state = self.state.borrow();
+                let pieces = self.pieces.borrow();
                 for (target, at) in bytes.bytes_mut().chunks_exact_mut(piece).zip(now) {
-                    if let Some(source) = state.pieces.get(at) {
-                        target.copy_from_slice(source.bytes.bytes());
+                    if let Some(source) = pieces.peek(*at) {
+                        target.copy_from_slice(source.bytes());
                     }
                 }
             }
             file.write(first, bytes.span()).await?;
-            let mut state = self.state.borrow_mut();
+            let mut pieces = self.pieces.borrow_mut();
             for at in now {
-                if state
-                    .pieces
-                    .get_mut(at)
-                    .is_some_and(|piece| piece.dirty.take().is_some())
-                {
-                    state.dirty -= 1;
-                }
+                pieces.get_into(*at, CLEAN);
             }
         }
         Ok(())
-    }
-}
-
-impl State {
-    fn evict(&mut self) {
-        let clean = self
-            .pieces
-            .iter()
-            .filter(|(_, piece)| piece.dirty.is_none());
-        if let Some(oldest) = clean.min_by_key(|(_, piece)| piece.used).map(|(at, _)| *at) {
-            self.pieces.remove(&oldest);
-            self.generation += 1;
-        }
     }
 }

@@ -56,7 +56,7 @@ impl Qcow2 {
     }
 
     /// Writes guest bytes whose clusters are held exclusively.
-    pub(super) async fn write_held(
+    pub(crate) async fn write_held(
         &self,
         chain: View<'_>,
         offset: u64,
@@ -101,7 +101,8 @@ impl Qcow2 {
             .is_none()
     }
 
-    async fn overwrite(&self, host: u64, data: Span<'_>) -> Result<(), IoError> {
+    /// Writes to host clusters that nobody else uses, in place. Their guest clusters are held.
+    pub(crate) async fn overwrite(&self, host: u64, data: Span<'_>) -> Result<(), IoError> {
         if !self.is_clear(host, data.len() as u64) {
             return Err(self
                 .corrupt(host, "guest data would overwrite metadata")

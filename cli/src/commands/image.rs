@@ -8,7 +8,7 @@ use drover_block::image::{self, CheckReport, CreateOptions, ImageInfo, Shrink};
 use drover_block::{Backing, Cache, DiskSpec, Error, ErrorKind, Format, Layer};
 use serde::Serialize;
 
-use super::image_jobs;
+use super::{image_export, image_jobs};
 use crate::args::{Image, ImageCreate, ImagePath, ImageResize, OutputMode};
 use crate::failure::Failure;
 use crate::output;
@@ -27,6 +27,7 @@ pub(crate) fn run(command: Image, mode: OutputMode) -> Result<ExitCode, Failure>
         Image::Convert(args) => image_jobs::convert(&args, mode)?,
         Image::Snapshot(args) => image_jobs::snapshot(&args, mode)?,
         Image::Commit(args) => image_jobs::commit(&args, mode)?,
+        Image::Export(args) => image_export::export(&args)?,
         Image::Flatten(args) => image_jobs::flatten(&args, mode)?,
     }
     Ok(ExitCode::SUCCESS)

@@ -96,7 +96,7 @@ pub(crate) struct Snapshot {
 }
 
 impl Chain {
-    fn spec(&self) -> Result<DiskSpec, Failure> {
+    pub(super) fn spec(&self) -> Result<DiskSpec, Failure> {
         if self.backing.len() != self.backing_format.len() {
             return Err(Failure::input("each --backing needs its --backing-format"));
         }
@@ -264,7 +264,7 @@ pub(crate) fn commit(args: &Chain, mode: OutputMode) -> Result<(), Failure> {
     done(
         mode,
         &args.path,
-        "has nothing any more that the image below it has not",
+        "is empty: the image below it has everything",
     )
 }
 

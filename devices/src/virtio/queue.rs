@@ -106,6 +106,12 @@ impl GuestQueue {
         self.index
     }
 
+    /// The queue as it stands: where it lies, and what was taken from it and answered.
+    #[must_use]
+    pub fn into_queue(self) -> Queue {
+        self.queue
+    }
+
     /// Its size in descriptors.
     #[must_use]
     pub fn size(&self) -> u16 {
@@ -221,6 +227,11 @@ impl GuestQueue {
             let flags: u16 = self.memory.load(GuestAddress(ring), Ordering::Relaxed)?;
             Ok(u32::from(flags) & VRING_AVAIL_F_NO_INTERRUPT == 0)
         }
+    }
+
+    /// Tells the driver that the device's configuration changed.
+    pub fn configuration_changed(&self) {
+        self.interrupt.config();
     }
 
     /// Asks the driver not to ring while the queue is being served.

@@ -35,6 +35,7 @@ impl Threads for PlainThreads {
 #[derive(Default)]
 pub(crate) struct Interrupts {
     pub(crate) queue: AtomicU64,
+    pub(crate) config: AtomicU64,
     pub(crate) needs_reset: AtomicBool,
 }
 
@@ -43,7 +44,9 @@ impl VirtioInterrupt for Interrupts {
         self.queue.fetch_add(1, Ordering::SeqCst);
     }
 
-    fn config(&self) {}
+    fn config(&self) {
+        self.config.fetch_add(1, Ordering::SeqCst);
+    }
 
     fn needs_reset(&self) {
         self.needs_reset.store(true, Ordering::SeqCst);
@@ -121,6 +124,10 @@ impl Guest {
             queues: queues.iter().map(|queue| queue.active()).collect(),
             interrupt: Arc::clone(&self.interrupts) as Arc<dyn VirtioInterrupt>,
         }
+    }
+
+    pub(crate) fn config_changes(&self) -> u64 {
+        self.interrupts.config.load(Ordering::SeqCst)
     }
 
     pub(crate) fn needs_reset(&self) -> bool {

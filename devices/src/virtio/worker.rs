@@ -2,8 +2,9 @@
 //!
 //! ```text
 //!   transport ── Activate, EnableQueue, ResetQueue, Reset, Stop ──> inbox + eventfd ─┐
+//!   owner ────── Called ─────────────────────────────────────────────────────────────┤
 //!   guest doorbells (edge-triggered, never read) ────────────────────────────────────┼─> epoll ──> Service
-//!   host file (tap, disk's ring) ────────────────────────────────────────────────────┘
+//!   host files (tap, disk's ring, disk's timer) ─────────────────────────────────────┘
 //! ```
 //!
 //! The thread is made once, with the device, and lives until the device is dropped; between a reset and the next activation it sleeps.
@@ -20,6 +21,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use virtio_queue::Queue;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -69,14 +71,35 @@ pub trait Service: Send {
     /// Whether nothing of these (removed) queues is under way that could touch guest memory.
     fn is_quiet(&self, scope: Scope) -> bool;
 
+    /// Takes nothing more from these queues; what is under way is answered. Services whose queues are never handed back keep the default.
+    fn halt(&mut self, scope: Scope) {
+        let _ = scope;
+    }
+
+    /// Hands back these (halted, quiet) queues as they stand, with their numbers.
+    fn take_back(&mut self, scope: Scope) -> Vec<(u16, Queue)> {
+        let _ = scope;
+        Vec::new()
+    }
+
     /// The driver rang for queue `index`, or the service asked to be called again for it.
     fn kick(&mut self, index: u16) -> Progress;
 
-    /// The host file to watch, for the worker's whole life.
+    /// The host file to watch; another one only after [`Service::called`].
     fn source(&self) -> Option<(BorrowedFd<'_>, Watch)>;
+
+    /// A second one, watched while it is readable: a timer. [`Service::source_ready`] is for both.
+    fn timer(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 
     /// The host file is ready, or the service asked to be called again for it.
     fn source_ready(&mut self) -> Progress;
+
+    /// The service's owner rang by its [`Caller`]. Host files may be others afterwards.
+    fn called(&mut self) -> Progress {
+        Progress::Idle
+    }
 
     /// When to call [`Service::expired`] at the latest, counted from now.
     fn timeout(&self) -> Option<Duration> {
@@ -149,17 +172,47 @@ pub struct Session {
     pub interrupt: Arc<dyn VirtioInterrupt>,
 }
 
+/// Queues that were being served, with their numbers, as they stand after the last answer.
+pub type HandedBack = Vec<(u16, Queue)>;
+
 enum Message {
     Activate(Session, Vec<ActiveQueue>),
     EnableQueue(ActiveQueue),
+    Halt(Scope, Sender<HandedBack>),
     Reset(Scope, Answer),
+    Called,
     Stop,
+}
+
+/// Rings for a service from any thread.
+#[derive(Clone)]
+pub struct Caller {
+    inbox: Sender<Message>,
+    bell: Arc<EventFd>,
+}
+
+impl Caller {
+    /// Makes the service be [called](Service::called).
+    ///
+    /// # Errors
+    /// The thread has ended.
+    pub fn call(&self) -> Result<(), ActivateError> {
+        self.send(Message::Called)
+    }
+
+    fn send(&self, message: Message) -> Result<(), ActivateError> {
+        self.inbox
+            .send(message)
+            .map_err(|_| ActivateError::ThreadGone)?;
+        self.bell
+            .write(1)
+            .map_err(|error| ActivateError::Host("waking the device's thread", error))
+    }
 }
 
 /// The owner's end of a device thread. Dropping it ends the thread, once what is under way has ended.
 pub struct Worker {
-    inbox: Sender<Message>,
-    bell: EventFd,
+    caller: Caller,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -179,10 +232,18 @@ impl Worker {
         let event_loop = EventLoop::new(service, messages, bell.try_clone()?)?;
         let thread = threads.spawn(name, role, Box::new(move || event_loop.run()))?;
         Ok(Self {
-            inbox,
-            bell,
+            caller: Caller {
+                inbox,
+                bell: Arc::new(bell),
+            },
             thread: Some(thread),
         })
+    }
+
+    /// What rings for the service.
+    #[must_use]
+    pub fn caller(&self) -> Caller {
+        self.caller.clone()
     }
 
     /// Starts serving `queues`.
@@ -214,13 +275,17 @@ impl Worker {
         Answers(vec![gate])
     }
 
+    /// Stops serving queues as [`Worker::reset`] does, but answers what is under way first. The queues come through the channel, which
+    /// ends without a word if the thread has ended.
+    #[must_use]
+    pub fn halt(&self, scope: Scope) -> Receiver<HandedBack> {
+        let (sender, queues) = channel();
+        let _ = self.send(Message::Halt(scope, sender));
+        queues
+    }
+
     fn send(&self, message: Message) -> Result<(), ActivateError> {
-        self.inbox
-            .send(message)
-            .map_err(|_| ActivateError::ThreadGone)?;
-        self.bell
-            .write(1)
-            .map_err(|error| ActivateError::Host("waking the device's thread", error))
+        self.caller.send(message)
     }
 }
 
@@ -249,6 +314,9 @@ struct EventLoop {
     /// Queues, by number, and the source that want another turn without an event.
     again: Vec<u64>,
     draining: Vec<(Scope, Answer)>,
+    halting: Vec<(Scope, Sender<HandedBack>)>,
+    /// The service's host files, as they are watched.
+    watched: Vec<RawFd>,
     stopping: bool,
 }
 
@@ -261,14 +329,7 @@ impl EventLoop {
         let epoll = Epoll::new()?;
         let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
         add(&epoll, bell.as_raw_fd(), edges, BELL)?;
-        if let Some((file, watch)) = service.source() {
-            let events = match watch {
-                Watch::Readable => EventSet::IN,
-                Watch::Edges => EventSet::OUT | edges,
-            };
-            add(&epoll, file.as_raw_fd(), events, SOURCE)?;
-        }
-        Ok(Self {
+        let mut event_loop = Self {
             service,
             messages,
             _bell: bell,
@@ -277,8 +338,45 @@ impl EventLoop {
             doorbells: Vec::new(),
             again: Vec::new(),
             draining: Vec::new(),
+            halting: Vec::new(),
+            watched: Vec::new(),
             stopping: false,
-        })
+        };
+        event_loop.watch()?;
+        Ok(event_loop)
+    }
+
+    /// Watches the service's host files.
+    fn watch(&mut self) -> io::Result<()> {
+        let timer = self.service.timer().map(|timer| (timer, Watch::Readable));
+        for (file, watch) in [self.service.source(), timer].into_iter().flatten() {
+            let events = match watch {
+                Watch::Readable => EventSet::IN,
+                Watch::Edges => EventSet::IN | EventSet::OUT | EventSet::EDGE_TRIGGERED,
+            };
+            add(&self.epoll, file.as_raw_fd(), events, SOURCE)?;
+            self.watched.push(file.as_raw_fd());
+        }
+        Ok(())
+    }
+
+    /// Lets the service do what its owner wants; its host files may be others afterwards.
+    fn called(&mut self) {
+        // Before they may be closed, and their numbers be another's.
+        for file in self.watched.drain(..) {
+            let _ = self
+                .epoll
+                .ctl(ControlOperation::Delete, file, EpollEvent::default());
+        }
+        if self.service.called() == Progress::More {
+            self.again.push(SOURCE);
+        }
+        if let Err(error) = self.watch() {
+            tracing::error!("a device's host file cannot be watched: {error}");
+            if let Some(session) = &self.session {
+                session.interrupt.needs_reset();
+            }
+        }
     }
 
     fn run(mut self) {
@@ -317,9 +415,26 @@ impl EventLoop {
             let service = &self.service;
             self.draining
                 .retain(|(scope, _answer)| !service.is_quiet(*scope));
+            self.hand_back();
         }
         self.forget_doorbells(Scope::All);
         self.service.end();
+    }
+
+    /// Hands back the halted queues whose last answer is given.
+    fn hand_back(&mut self) {
+        let mut halting = std::mem::take(&mut self.halting);
+        halting.retain(|(scope, owner)| {
+            let quiet = self.service.is_quiet(*scope);
+            if quiet {
+                let queues = self.service.take_back(*scope);
+                self.remove_queues(*scope);
+                // Nobody waits any more; the queues are as good as reset.
+                let _ = owner.send(queues);
+            }
+            !quiet
+        });
+        self.halting = halting;
     }
 
     /// How long to wait, in milliseconds as epoll takes it.
@@ -361,10 +476,16 @@ impl EventLoop {
                     }
                 }
                 Ok(Message::EnableQueue(queue)) => self.add_queue(queue),
+                Ok(Message::Halt(scope, owner)) => {
+                    self.forget_doorbells(scope);
+                    self.service.halt(scope);
+                    self.halting.push((scope, owner));
+                }
                 Ok(Message::Reset(scope, answer)) => {
                     self.remove_queues(scope);
                     self.draining.push((scope, answer));
                 }
+                Ok(Message::Called) => self.called(),
                 Ok(Message::Stop) | Err(TryRecvError::Disconnected) => {
                     self.remove_queues(Scope::All);
                     self.stopping = true;

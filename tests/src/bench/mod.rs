@@ -5,7 +5,9 @@
 //! | [`boot`] | the same kernel and initramfs to init; memory, exits and CPU time of the VMM | lab |
 //! | [`start`] | process start to the first instruction of a tiny guest | this machine |
 //! | [`provision`] | a worker's overlay and seed, durable | this machine |
+//! | [`block`] | the image engine's requests, against `qemu-img bench` | this machine |
 
+pub mod block;
 pub mod boot;
 pub mod measure;
 pub mod provision;

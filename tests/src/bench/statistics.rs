@@ -41,17 +41,7 @@ const RESAMPLES: usize = 4000;
 /// same in every run, so that the same measurements give the same interval.
 #[must_use]
 pub fn ratio(ours: &[f64], theirs: &[f64]) -> Ratio {
-    let rounds = ours.len().min(theirs.len());
-    let mut pattern = Pattern::new(1);
-    let mut pick = || {
-        let mut bytes = [0_u8; 8];
-        pattern.fill(&mut bytes);
-        // The remainder of a 64-bit number by a few rounds: the bias is far below what can be seen.
-        usize::try_from(u64::from_le_bytes(bytes) % rounds.max(1) as u64).unwrap_or(0)
-    };
-    let mut ratios = Vec::with_capacity(RESAMPLES);
-    for _ in 0..RESAMPLES {
-        let rounds: Vec<usize> = (0..rounds).map(|_| pick()).collect();
+    bootstrap(ours.len().min(theirs.len()), |rounds| {
         let of = |values: &[f64]| {
             median(
                 &rounds
@@ -60,17 +50,46 @@ pub fn ratio(ours: &[f64], theirs: &[f64]) -> Ratio {
                     .collect::<Vec<_>>(),
             )
         };
-        ratios.push(of(ours) / of(theirs));
-    }
-    ratios.sort_by(f64::total_cmp);
+        of(ours) / of(theirs)
+    })
+}
+
+/// The median of the ratios `above / below` of each round's pair, with its interval like [`ratio`]'s: for rounds whose two
+/// measurements are neighbours in time on a machine that gets slower and faster.
+#[must_use]
+pub fn ratio_of_pairs(above: &[f64], below: &[f64]) -> Ratio {
+    let ratios: Vec<f64> = above.iter().zip(below).map(|(a, b)| a / b).collect();
+    bootstrap(ratios.len(), |rounds| {
+        median(
+            &rounds
+                .iter()
+                .map(|&round| ratios[round])
+                .collect::<Vec<_>>(),
+        )
+    })
+}
+
+/// A statistic over the numbers of rounds, with the interval that it has over resamples of them.
+fn bootstrap(rounds: usize, statistic: impl Fn(&[usize]) -> f64) -> Ratio {
+    let mut pattern = Pattern::new(1);
+    let mut pick = || {
+        let mut bytes = [0_u8; 8];
+        pattern.fill(&mut bytes);
+        // The remainder of a 64-bit number by a few rounds: the bias is far below what can be seen.
+        usize::try_from(u64::from_le_bytes(bytes) % rounds.max(1) as u64).unwrap_or(0)
+    };
+    let mut values: Vec<f64> = (0..RESAMPLES)
+        .map(|_| statistic(&(0..rounds).map(|_| pick()).collect::<Vec<_>>()))
+        .collect();
+    values.sort_by(f64::total_cmp);
     let at = |share: usize| {
-        ratios
+        values
             .get(RESAMPLES * share / 1000)
             .copied()
             .unwrap_or(f64::NAN)
     };
     Ratio {
-        value: median(ours) / median(theirs),
+        value: statistic(&(0..rounds).collect::<Vec<_>>()),
         low: at(25),
         high: at(975),
     }
@@ -97,5 +116,14 @@ mod tests {
             assert!((interval.value - 0.5).abs() < 1e-9);
         }
         assert!(wild.high - wild.low > 2.0 * (steady.high - steady.low));
+    }
+    #[test]
+    fn the_ratio_of_pairs_does_not_care_how_fast_the_machine_was_in_a_round() {
+        let below = [1.0, 4.0, 2.0, 8.0];
+        let above = below.map(|time| time * 3.0);
+        let ratio = ratio_of_pairs(&above, &below);
+        for value in [ratio.low, ratio.value, ratio.high] {
+            assert!((value - 3.0).abs() < 1e-9);
+        }
     }
 }

@@ -32,6 +32,9 @@ enum Arguments {
         /// Where to write how many passed, failed and were skipped
         #[arg(long)]
         report: PathBuf,
+        /// The stories that take long, too
+        #[arg(long)]
+        long: bool,
         /// Parts of story names; none means all
         filter: Vec<String>,
     },
@@ -76,6 +79,11 @@ enum Arguments {
         /// Where to write the report
         #[arg(long)]
         json: PathBuf,
+        /// Fewer and shorter runs (block)
+        #[arg(long)]
+        quick: bool,
+        /// Only the rows whose labels contain one of these (block)
+        cases: Vec<String>,
     },
     /// Measure boots here
     #[command(hide = true)]
@@ -118,6 +126,8 @@ enum Benchmark {
     Start,
     /// A worker's overlay and seed, durable, on this machine
     Provision,
+    /// The image engine, on this machine's memory and disk
+    Block,
 }
 
 impl Benchmark {
@@ -125,6 +135,7 @@ impl Benchmark {
         match self {
             Self::Boot => 9,
             Self::Start | Self::Provision => 50,
+            Self::Block => 10,
         }
     }
 }
@@ -167,11 +178,17 @@ fn parse_site(text: &str) -> Result<Site, String> {
     serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
-fn selected(filter: &[String]) -> Vec<&'static Story> {
+/// A long story is told when it is asked for by its whole name, or `long`.
+fn selected(filter: &[String], long: bool) -> Vec<&'static Story> {
     stories::all()
         .filter(|story| {
             let name = story.full_name();
-            filter.is_empty() || filter.iter().any(|part| name.contains(part.as_str()))
+            let wanted =
+                filter.is_empty() || filter.iter().any(|part| name.contains(part.as_str()));
+            let asked_for = filter
+                .iter()
+                .any(|part| *part == name || part == story.name);
+            wanted && (long || asked_for || !story.only_long)
         })
         .collect()
 }
@@ -202,10 +219,9 @@ fn test(
     place: &Place,
     shards: usize,
     report_path: &Path,
-    filter: &[String],
+    stories: Vec<&'static Story>,
 ) -> io::Result<ExitCode> {
     let lab = place.lab()?;
-    let stories = selected(filter);
     if stories.is_empty() {
         return Err(io::Error::other(
             "no story has such a name: see drover-lab list",
@@ -349,7 +365,13 @@ fn in_host(place: &Place, lab: &Lab, name: &str, job: &HostJob) -> io::Result<Pa
     ))
 }
 
-fn bench(place: &Place, what: Benchmark, rounds: usize, json: &Path) -> io::Result<ExitCode> {
+fn bench(
+    place: &Place,
+    what: Benchmark,
+    options: &bench::block::Options,
+    json: &Path,
+) -> io::Result<ExitCode> {
+    let rounds = options.pairs.unwrap_or(what.rounds());
     let lab = place.lab()?;
     let scratch = place.folder.join("scratch");
     fs::create_dir_all(&scratch)?;
@@ -371,8 +393,22 @@ fn bench(place: &Place, what: Benchmark, rounds: usize, json: &Path) -> io::Resu
             },
             rounds,
         ),
+        Benchmark::Block => return bench_block(place, options, json),
     };
     write_report(&report.map_err(io::Error::other)?, json)
+}
+
+/// Times are reported, not judged: the exit status only says whether everything could be measured.
+fn bench_block(
+    place: &Place,
+    options: &bench::block::Options,
+    json: &Path,
+) -> io::Result<ExitCode> {
+    let report = bench::block::run(&place.folder, &place.programs.join("drover"), options)
+        .map_err(io::Error::other)?;
+    fs::write(json, serde_json::to_string_pretty(&report)? + "\n")?;
+    println!("{}", json.display());
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Writes a report, and fails if it says that a limit is not kept.
@@ -468,8 +504,9 @@ fn run(arguments: Arguments) -> io::Result<ExitCode> {
             place,
             shards,
             report,
+            long,
             filter,
-        } => test(&place, shards, &report, &filter),
+        } => test(&place, shards, &report, selected(&filter, long)),
         Arguments::Exec {
             place,
             memory_mib,
@@ -492,7 +529,16 @@ fn run(arguments: Arguments) -> io::Result<ExitCode> {
             what,
             rounds,
             json,
-        } => bench(&place, what, rounds.unwrap_or(what.rounds()), &json),
+            quick,
+            cases,
+        } => {
+            let options = bench::block::Options {
+                quick,
+                pairs: rounds,
+                wanted: cases,
+            };
+            bench(&place, what, &options, &json)
+        }
         Arguments::BenchBoot { site, rounds, json } => {
             let report =
                 bench::boot::run(&site, &site.scratch, rounds).map_err(io::Error::other)?;

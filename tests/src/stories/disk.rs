@@ -51,14 +51,14 @@ pub(super) static STORIES: &[Story] = &[
 
 /// 200 MB, the amount of the stories.
 const BYTES: u64 = 200_000_000;
-const LONG: Duration = Duration::from_secs(120);
+pub(super) const LONG: Duration = Duration::from_secs(120);
 
-fn text(path: &Path) -> String {
+pub(super) fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
 /// A raw ext4 file system of 1 GiB.
-fn raw_file_system(scene: &Scene) -> Result<PathBuf> {
+pub(super) fn raw_file_system(scene: &Scene) -> Result<PathBuf> {
     let path = scene.folder.join("fs.raw");
     File::create(&path)?.set_len(1 << 30)?;
     succeed("mkfs.ext4", &["-q", "-F", &text(&path)])?;
@@ -66,7 +66,7 @@ fn raw_file_system(scene: &Scene) -> Result<PathBuf> {
 }
 
 /// A qcow2 overlay on a qcow2 base that holds a file system.
-fn overlay(scene: &Scene) -> Result<(PathBuf, PathBuf)> {
+pub(super) fn overlay(scene: &Scene) -> Result<(PathBuf, PathBuf)> {
     let raw = raw_file_system(scene)?;
     let (base, top) = (
         scene.folder.join("base.qcow2"),
@@ -102,11 +102,11 @@ fn overlay(scene: &Scene) -> Result<(PathBuf, PathBuf)> {
     Ok((base, top))
 }
 
-fn overlay_disk(base: &Path, top: &Path) -> Value {
+pub(super) fn overlay_disk(base: &Path, top: &Path) -> Value {
     json!({"id": "data", "path": top, "format": "qcow2", "backing": [{"path": base, "format": "qcow2"}]})
 }
 
-fn with_disk(scene: &Scene, guest: &SmallGuest, disk: &Value) -> Value {
+pub(super) fn with_disk(scene: &Scene, guest: &SmallGuest, disk: &Value) -> Value {
     let mut definition = small_guest(guest, &scene.folder);
     definition["disks"] = json!([disk]);
     definition

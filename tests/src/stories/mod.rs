@@ -3,9 +3,12 @@
 pub mod bad_input;
 pub mod boot;
 pub mod disk;
+pub mod fio;
+pub mod held;
 pub mod lab;
 pub mod lifecycle;
 pub mod net;
+pub mod shared_base;
 pub mod worker;
 
 use std::path::PathBuf;
@@ -36,6 +39,8 @@ pub struct Story {
     pub expected: Duration,
     /// RAM that its guests need together, in MiB.
     pub memory_mib: u32,
+    /// Told only where time does not matter: by name, or in the long run.
+    pub only_long: bool,
     /// The story itself.
     pub run: fn(&Scene) -> Result,
 }
@@ -50,6 +55,7 @@ impl Story {
             timeout: Duration::from_secs(180),
             expected: Duration::from_secs(25),
             memory_mib: 512,
+            only_long: false,
             run,
         }
     }
@@ -69,6 +75,13 @@ impl Story {
         self
     }
 
+    /// The same story, left to the long run.
+    #[must_use]
+    pub const fn only_long(mut self) -> Self {
+        self.only_long = true;
+        self
+    }
+
     /// `group::name`.
     #[must_use]
     pub fn full_name(&self) -> String {
@@ -83,6 +96,9 @@ pub fn all() -> impl Iterator<Item = &'static Story> {
         boot::STORIES,
         lifecycle::STORIES,
         disk::STORIES,
+        fio::STORIES,
+        held::STORIES,
+        shared_base::STORIES,
         net::STORIES,
         worker::STORIES,
         bad_input::STORIES,

@@ -21,6 +21,8 @@ pub struct BlockMetrics {
     pub write_zeroes: AtomicU64,
     /// Requests that the host or the image failed.
     pub failed: AtomicU64,
+    /// Requests that failed and were kept, to be tried again.
+    pub kept: AtomicU64,
     /// Requests refused as malformed, out of range or unknown.
     pub refused: AtomicU64,
 }

@@ -5,10 +5,12 @@
 //! | [`bits`] | features, configuration space, request layout |
 //! | [`request`] | from a descriptor chain to a typed request |
 //! | `queue` | all queues on the disk's one thread |
+//! | [`handle`] | how the disk's owner takes it, gives it back, and decides about failures |
 //!
 //! Written data is volatile until flushed (writeback), for drivers that negotiate FLUSH; for others each write is durable when answered.
 
 pub mod bits;
+pub mod handle;
 pub mod metrics;
 mod queue;
 pub mod request;
@@ -18,19 +20,21 @@ mod tests;
 
 use std::io;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
 
 use drover_block::Disk;
 use zerocopy::IntoBytes;
 
 use crate::thread::{ThreadRole, Threads};
 use crate::virtio::block::bits::{Config, ID_BYTES, SECTOR_BYTES, feature};
+use crate::virtio::block::handle::{Capacity, DiskHandle};
 use crate::virtio::block::metrics::BlockMetrics;
 use crate::virtio::block::queue::{Engine, Server};
 use crate::virtio::block::request::{Limits, MAX_DISCARD_SECTORS, MAX_DISCARD_SEGMENTS, Parser};
 use crate::virtio::block::state::BlockState;
 use crate::virtio::net::thread_name;
 use crate::virtio::queue::RING_FEATURES;
-use crate::virtio::worker::{Scope, Session, Worker};
+use crate::virtio::worker::{HandedBack, Scope, Session, Worker};
 use crate::virtio::{
     ActivateError, Activation, ActiveQueue, DeviceType, Pending, VirtioDevice, read_config_bytes,
 };
@@ -64,6 +68,8 @@ pub struct Block {
     serial: String,
     queue_sizes: Vec<u16>,
     metrics: Arc<BlockMetrics>,
+    capacity: Capacity,
+    handle: DiskHandle,
     worker: Worker,
 }
 
@@ -112,9 +118,12 @@ impl Block {
             *to = from;
         }
         let metrics = Arc::new(BlockMetrics::default());
+        let capacity = Capacity::new(disk.size_bytes);
+        let (calls, inbox) = channel();
         let server = Server::new(
             engine,
-            Parser::new(limits),
+            inbox,
+            (Parser::new(limits), capacity.clone()),
             id,
             options.queues,
             Arc::clone(&metrics),
@@ -127,8 +136,25 @@ impl Block {
             serial: options.serial.clone(),
             queue_sizes: vec![size; options.queues.into()],
             metrics,
+            capacity,
+            handle: DiskHandle {
+                calls,
+                caller: worker.caller(),
+            },
             worker,
         })
+    }
+
+    /// Stops serving queues and answers what is under way in them; then they come through the channel as they stand.
+    #[must_use]
+    pub fn halt(&self, scope: Scope) -> Receiver<HandedBack> {
+        self.worker.halt(scope)
+    }
+
+    /// The way to its disk.
+    #[must_use]
+    pub fn handle(&self) -> DiskHandle {
+        self.handle.clone()
     }
 
     /// Its counters.
@@ -141,7 +167,7 @@ impl Block {
     #[must_use]
     pub fn state(&self) -> BlockState {
         BlockState {
-            capacity_sectors: u64::from_le_bytes(self.config.capacity),
+            capacity_sectors: self.capacity.sectors(),
             serial: self.serial.clone(),
             offered_features: self.offered,
         }
@@ -211,7 +237,11 @@ impl VirtioDevice for Block {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        read_config_bytes(self.config.as_bytes(), offset, data);
+        let config = Config {
+            capacity: self.capacity.sectors().to_le_bytes(),
+            ..self.config
+        };
+        read_config_bytes(config.as_bytes(), offset, data);
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {

@@ -6,21 +6,28 @@
 //!
 //! A request may be several operations (the segments of a discard, or a write and the flush that makes it durable for a driver that
 //! cannot flush). Its slot in the table of requests is the tag of all of them. A queue that was reset meanwhile no longer has the epoch
-//! that its old requests remember, so their answers go nowhere.
+//! that its old requests remember, so their answers go nowhere. What the disk's owner asks for is in [`owner`].
+
+mod owner;
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::mpsc::Receiver;
 
 use drover_block::{Completion, Disk, IoError, Op};
+use virtio_queue::Queue;
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::GuestMemory;
 use crate::virtio::block::bits::{ID_BYTES, feature, status};
+use crate::virtio::block::handle::{Call, Capacity};
 use crate::virtio::block::metrics::{BlockMetrics, count};
 use crate::virtio::block::request::{BadRequest, DiskRange, Operation, Parser, Request};
 use crate::virtio::memory::{copy_to_guest, disk_buffers};
 use crate::virtio::queue::GuestQueue;
 use crate::virtio::worker::{Progress, Scope, Service, Watch};
+
+use self::owner::Owner;
 
 /// Requests in one turn of a queue, and roughly their bytes. Answers are shown after each turn, so a disk that works synchronously must
 /// not keep the driver waiting for the first of many.
@@ -32,7 +39,20 @@ pub(super) trait Engine: Send {
     fn submit(&mut self, tag: u64, op: Op);
     fn poll(&mut self, completions: &mut Vec<Completion>);
     fn event(&self) -> Option<BorrowedFd<'_>>;
+    fn timer(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
     fn close(self: Box<Self>) -> Result<(), drover_block::Error>;
+    /// Its size, where it can be another than before.
+    fn size_bytes(&self) -> Option<u64> {
+        None
+    }
+    fn disk(&mut self) -> Option<&mut Disk> {
+        None
+    }
+    fn into_disk(self: Box<Self>) -> Option<Disk> {
+        None
+    }
 }
 
 impl Engine for Disk {
@@ -48,8 +68,24 @@ impl Engine for Disk {
         Disk::event(self)
     }
 
+    fn timer(&self) -> Option<BorrowedFd<'_>> {
+        Disk::timer(self)
+    }
+
     fn close(self: Box<Self>) -> Result<(), drover_block::Error> {
         Disk::close(*self)
+    }
+
+    fn size_bytes(&self) -> Option<u64> {
+        Some(Disk::size_bytes(self))
+    }
+
+    fn disk(&mut self) -> Option<&mut Disk> {
+        Some(self)
+    }
+
+    fn into_disk(self: Box<Self>) -> Option<Disk> {
+        Some(*self)
     }
 }
 
@@ -58,8 +94,10 @@ struct Lane {
     queue: GuestQueue,
     epoch: u64,
     under_way: u16,
-    /// It has as much under way as it has entries; served again after a completion.
-    full: bool,
+    /// It has as much under way as it has entries, or nothing is served; looked at again after a completion or a call of the owner.
+    waiting: bool,
+    /// Nothing more is taken from it.
+    halted: bool,
 }
 
 /// What a request turns into when it is done.
@@ -88,7 +126,13 @@ struct Slot {
 
 /// Serves a disk.
 pub(super) struct Server {
-    engine: Box<dyn Engine>,
+    /// Absent while the owner has it.
+    engine: Option<Box<dyn Engine>>,
+    /// Operations that the engine has not ended.
+    in_engine: usize,
+    owner: Owner,
+    calls: Receiver<Call>,
+    capacity: Capacity,
     parser: Parser,
     id: [u8; ID_BYTES],
     /// Writes are made durable before they are answered: the driver did not negotiate FLUSH (§5.2.6.2).
@@ -106,13 +150,18 @@ pub(super) struct Server {
 impl Server {
     pub(super) fn new(
         engine: Box<dyn Engine>,
-        parser: Parser,
+        calls: Receiver<Call>,
+        (parser, capacity): (Parser, Capacity),
         id: [u8; ID_BYTES],
         queues: u16,
         metrics: Arc<BlockMetrics>,
     ) -> Self {
         Self {
-            engine,
+            engine: Some(engine),
+            in_engine: 0,
+            owner: Owner::new(),
+            calls,
+            capacity,
             parser,
             id,
             write_through: false,
@@ -130,8 +179,21 @@ impl Server {
         self.lanes.get_mut(usize::from(index))?.as_mut()
     }
 
+    fn submit(&mut self, tag: u64, op: Op) {
+        if let Some(engine) = &mut self.engine {
+            self.in_engine += 1;
+            engine.submit(tag, op);
+        }
+    }
+
     /// Takes up to a turn's requests from a queue and starts them.
     fn take_requests(&mut self, index: u16) -> Progress {
+        if !self.serves() {
+            if let Some(lane) = self.lane(index) {
+                lane.waiting = true;
+            }
+            return Progress::Idle;
+        }
         let Some(mut lane) = self
             .lanes
             .get_mut(usize::from(index))
@@ -139,14 +201,20 @@ impl Server {
         else {
             return Progress::Idle;
         };
+        if lane.halted {
+            if let Some(place) = self.lanes.get_mut(usize::from(index)) {
+                *place = Some(lane);
+            }
+            return Progress::Idle;
+        }
         lane.queue.silence();
-        lane.full = false;
+        lane.waiting = false;
         let memory = Arc::clone(lane.queue.memory());
         let mut requests = 0;
         let mut bytes = 0;
         let progress = loop {
             if lane.under_way >= lane.queue.size() {
-                lane.full = true;
+                lane.waiting = true;
                 break Progress::Idle;
             }
             if requests == TURN || bytes >= TURN_BYTES {
@@ -283,7 +351,7 @@ impl Server {
         }
         let tag = self.store(slot);
         for op in first.into_iter().chain(more) {
-            self.engine.submit(tag, op);
+            self.submit(tag, op);
         }
     }
 
@@ -302,10 +370,15 @@ impl Server {
     fn collect(&mut self) {
         loop {
             let mut completions = std::mem::take(&mut self.completions);
-            self.engine.poll(&mut completions);
+            if let Some(engine) = &mut self.engine {
+                engine.poll(&mut completions);
+            }
             let any = !completions.is_empty();
             for completion in completions.drain(..) {
-                self.complete(completion);
+                self.in_engine -= 1;
+                if !self.left(&completion) {
+                    self.complete(completion);
+                }
             }
             self.completions = completions;
             if !any {
@@ -318,56 +391,59 @@ impl Server {
     }
 
     fn complete(&mut self, completion: Completion) {
-        let Completion { tag, result } = completion;
+        let Completion { tag, result, op } = completion;
         let place = usize::try_from(tag).unwrap_or(usize::MAX);
-        let Some(slot) = self.slots.get_mut(place).and_then(Option::as_mut) else {
+        let Some(slot) = self.slots.get(place).and_then(Option::as_ref) else {
             tracing::error!(tag, "the disk completed a request that it was not given");
             return;
         };
+        let (lane, epoch) = (slot.lane, slot.epoch);
         if let Err(error) = result {
-            slot.status = match error {
-                IoError::Unsupported(_) => status::UNSUPP,
-                _ => status::IOERR,
-            };
+            let present = self.lane(lane).is_some_and(|lane| lane.epoch == epoch);
+            let kept = op.map(|op| present && self.keep(tag, op, &error).is_ok());
+            if kept == Some(true) {
+                return;
+            }
+            if let Some(slot) = self.slots.get_mut(place).and_then(Option::as_mut) {
+                slot.status = match error {
+                    IoError::Unsupported(_) => status::UNSUPP,
+                    _ => status::IOERR,
+                };
+            }
             // The disk itself logs what an operator can act on.
             count(&self.metrics.failed, 1);
         }
+        let Some(slot) = self.slots.get_mut(place).and_then(Option::as_mut) else {
+            return;
+        };
         slot.operations_left -= 1;
         if slot.operations_left > 0 {
             return;
         }
         if std::mem::take(&mut slot.flush_after) && slot.status == status::OK {
             slot.operations_left = 1;
-            self.engine.submit(tag, Op::Flush);
+            self.submit(tag, Op::Flush);
             return;
         }
-        let Some(slot) = self.slots.get_mut(place).and_then(Option::take) else {
-            return;
-        };
-        self.free.push(place);
-        if let Some(count) = self.under_way.get_mut(usize::from(slot.lane)) {
-            *count -= 1;
-        }
-        let metrics = Arc::clone(&self.metrics);
-        if let Some(lane) = self.lane(slot.lane).filter(|lane| lane.epoch == slot.epoch) {
-            lane.under_way -= 1;
-            finish(&slot, &mut lane.queue, &metrics);
-        }
+        self.release(place);
     }
 
     /// Collects, and serves queues that had to stop because they were full and are no longer; what they then submit is collected next time.
     fn settle(&mut self) -> Progress {
         self.collect();
+        if !self.serves() {
+            return self.leave();
+        }
         let mut progress = Progress::Idle;
         for index in 0..self.under_way.len() {
             let index = u16::try_from(index).unwrap_or(u16::MAX);
             if self
                 .lane(index)
-                .is_some_and(|l| l.full && l.under_way < l.queue.size())
+                .is_some_and(|l| l.waiting && !l.halted && l.under_way < l.queue.size())
             {
                 let unfinished = self.take_requests(index) == Progress::More;
                 if let Some(lane) = self.lane(index) {
-                    lane.full |= unfinished;
+                    lane.waiting |= unfinished;
                 }
                 progress = Progress::More;
             }
@@ -440,7 +516,8 @@ impl Service for Server {
                 queue,
                 epoch,
                 under_way: 0,
-                full: false,
+                waiting: false,
+                halted: false,
             });
         }
     }
@@ -454,6 +531,7 @@ impl Service for Server {
                 }
             }
         }
+        self.forget_kept(scope);
     }
 
     fn is_quiet(&self, scope: Scope) -> bool {
@@ -466,6 +544,25 @@ impl Service for Server {
         }
     }
 
+    fn halt(&mut self, scope: Scope) {
+        for lane in self.lanes.iter_mut().flatten() {
+            lane.halted |= scope == Scope::All || scope == Scope::Queue(lane.queue.index());
+        }
+    }
+
+    fn take_back(&mut self, scope: Scope) -> Vec<(u16, Queue)> {
+        let concerned =
+            |lane: &mut Lane| scope == Scope::All || scope == Scope::Queue(lane.queue.index());
+        self.lanes
+            .iter_mut()
+            .filter_map(|lane| lane.take_if(concerned))
+            .map(|mut lane| {
+                lane.queue.signal();
+                (lane.queue.index(), lane.queue.into_queue())
+            })
+            .collect()
+    }
+
     fn kick(&mut self, index: u16) -> Progress {
         let progress = self.take_requests(index);
         match (progress, self.settle()) {
@@ -475,7 +572,18 @@ impl Service for Server {
     }
 
     fn source(&self) -> Option<(BorrowedFd<'_>, Watch)> {
-        self.engine.event().map(|event| (event, Watch::Readable))
+        let event = self.engine.as_ref()?.event()?;
+        Some((event, Watch::Readable))
+    }
+
+    fn timer(&self) -> Option<BorrowedFd<'_>> {
+        self.engine.as_ref()?.timer()
+    }
+
+    fn called(&mut self) -> Progress {
+        self.answer_calls();
+        self.settle();
+        Progress::More
     }
 
     fn source_ready(&mut self) -> Progress {
@@ -483,7 +591,9 @@ impl Service for Server {
     }
 
     fn end(self: Box<Self>) {
-        if let Err(error) = self.engine.close() {
+        let closed = self.engine.map(Engine::close);
+        if let Some(Err(error)) = closed {
+            count(&self.metrics.failed, 1);
             tracing::error!("closing a disk: {error}");
         }
     }

@@ -133,6 +133,11 @@ impl Parser {
         }
     }
 
+    /// The disk's size is another from now on, in sectors.
+    pub fn set_capacity(&mut self, sectors: u64) {
+        self.limits.capacity_sectors = sectors;
+    }
+
     /// Where the data of the request parsed last lie.
     #[must_use]
     pub fn data(&self, operation: &Operation) -> &[GuestSlice] {

@@ -1,5 +1,7 @@
 //! The disk driven through its queues: against a real image, and against an engine that fails and dawdles on demand.
 
+mod owner;
+
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -13,6 +15,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
 use crate::virtio::block::bits::{kind, status};
+use crate::virtio::block::handle::Call;
 use crate::virtio::testing::{
     DriverQueue, Guest, PATIENCE, Part, PlainThreads, RAM_BYTES, eventually, readable, reset,
     reset_queue, writable,
@@ -663,8 +666,12 @@ impl Puppet {
         if matches!(op, Op::Flush) {
             self.0.flushes.fetch_add(1, Ordering::SeqCst);
         }
-        drop(op);
-        self.0.done.lock().unwrap().push(Completion { tag, result });
+        let op = result.is_err().then_some(op);
+        self.0
+            .done
+            .lock()
+            .unwrap()
+            .push(Completion { tag, result, op });
         rustix::io::write(&self.0.event, &1_u64.to_ne_bytes()).unwrap();
     }
 }

@@ -125,7 +125,7 @@ impl Drop for SocketGuard {
             && is_at(&self.file, &self.path).unwrap_or(false)
             && let Err(error) = std::fs::remove_file(&self.path)
         {
-            tracing::warn!(path = %self.path.display(), %error, "cannot remove the API socket");
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove the socket");
         }
     }
 }

@@ -1,0 +1,127 @@
+//! fio writes and verifies on an overlay with several jobs and queues, while the file system is trimmed beneath it.
+
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::json;
+
+use crate::ensure;
+use crate::failure::{Context as _, Result};
+use crate::fixtures::command::{ImageState, disk_usage, qemu_img_check, succeed};
+use crate::fixtures::guest::SmallGuest;
+use crate::fixtures::vm::{Vm, small_guest};
+use crate::stories::disk::{overlay, overlay_disk, text};
+use crate::stories::{Scene, Story};
+
+pub(super) static STORIES: &[Story] = &[
+    Story::small(
+        "fio",
+        "fio_verifies_an_overlay_that_is_trimmed_meanwhile",
+        short,
+    )
+    .seconds(70, 400),
+    Story::small(
+        "fio",
+        "fio_verifies_for_three_minutes_of_guest_time",
+        three_minutes,
+    )
+    .seconds(300, 1200)
+    .only_long(),
+];
+
+/// Four jobs write pieces of 4 to 64 KiB at random, eight at a time each, flush now and then, and read all of it again.
+/// `$1` is the number of the round, so that each writes other bytes at other places.
+const FIO: &str = "/tools/bin/fio --thread --directory=/mnt --name=v --numjobs=4 --size=8m --rw=randwrite --bsrange=4k-64k \
+                   --blockalign=4k --ioengine=libaio --iodepth=8 --direct=1 --fsync=64 --fallocate=none --randseed=$1 \
+                   --verify=crc32c --do_verify=1 --verify_fatal=1 --group_reporting --output=/tmp/fio.log";
+
+/// Files come and go and what they leave is trimmed, until `/tmp/over` is there.
+const TRIM: &str = "while [ ! -e /tmp/over ]; do dd if=/dev/urandom of=/mnt/gone bs=64k count=32 conv=fsync 2>/tmp/dd.log && \
+                    rm /mnt/gone && fstrim /mnt && echo >> /tmp/trims || exit 1; done";
+
+fn short(scene: &Scene) -> Result {
+    verify(scene, Duration::from_secs(8))
+}
+
+fn three_minutes(scene: &Scene) -> Result {
+    verify(scene, Duration::from_secs(180))
+}
+
+/// The definition's disk with fio and e2fsprogs, which guests mount at `/tools`.
+pub(super) fn tools_disk(scene: &Scene) -> serde_json::Value {
+    json!({"id": "tools", "path": scene.site.image("guest-tools.img"), "format": "raw", "read_only": true})
+}
+
+/// The guest mounts its data disk and the programs.
+pub(super) fn mount(vm: &mut Vm) -> Result {
+    vm.run("mount -t ext4 /dev/vda /mnt && mkdir /tools && mount -t ext4 -o ro /dev/vdb /tools")
+        .map(|_| ())
+}
+
+/// Rounds of fio until the guest has been at it for `time` of its own clock.
+fn verify(scene: &Scene, time: Duration) -> Result {
+    let (base, top) = overlay(scene)?;
+    let guest = SmallGuest::prepare(scene)?;
+    let mut definition = small_guest(&guest, &scene.folder);
+    definition["cpus"] = json!({"count": 2});
+    definition["memory"] = json!({"size": "384MiB"});
+    let mut disk = overlay_disk(&base, &top);
+    disk["queues"] = json!(2);
+    definition["disks"] = json!([disk, tools_disk(scene)]);
+    let mut vm = Vm::boot(scene, &definition)?;
+    mount(&mut vm)?;
+    let seconds = time.as_secs();
+    let script = format!(
+        "end=$(($(cut -d. -f1 /proc/uptime) + {seconds})); ({TRIM}) & trim=$!; n=0; status=0; \
+         fio() {{ {FIO}; }}; \
+         while [ $status = 0 ] && [ $(cut -d. -f1 /proc/uptime) -lt $end ]; do n=$((n+1)); echo ROUND $n; fio $n || status=1; done; \
+         : > /tmp/over; wait $trim || status=2; cat /tmp/fio.log; \
+         echo ROUNDS $n TRIMS $(wc -l < /tmp/trims) STATUS $status; [ $status = 0 ]"
+    );
+    let id = vm.console.start(&script)?;
+    let reply = vm
+        .console
+        .finish(id, Duration::from_secs(240) + 4 * time)
+        .context("fio and fstrim")?;
+    print!("{}", reply.output);
+    let last = reply.output.lines().last().unwrap_or_default();
+    let number = |word: &str| -> u64 {
+        let mut words = last.split_whitespace().skip_while(|&each| each != word);
+        words.nth(1).and_then(|text| text.parse().ok()).unwrap_or(0)
+    };
+    ensure!(reply.status == 0, "fio: {}", reply.output);
+    ensure!(
+        number("ROUNDS") >= 1 && number("TRIMS") >= 1,
+        "nothing was done: {last}"
+    );
+    vm.run("umount /mnt")?;
+    vm.power_off()?;
+    sound(scene, &top)?;
+    println!("the overlay takes {} bytes", disk_usage(&top)?);
+    Ok(())
+}
+
+/// QEMU, we and e2fsck find nothing wrong with an image and the file system in it.
+pub(super) fn sound(scene: &Scene, top: &Path) -> Result {
+    let state = qemu_img_check(top)?;
+    ensure!(state == ImageState::Clean, "qemu-img check finds {state:?}");
+    succeed(
+        scene.site.program("drover"),
+        &["image", "check", "--format", "qcow2", &text(top)],
+    )?;
+    let flat = scene.folder.join("flat.raw");
+    succeed(
+        "qemu-img",
+        &[
+            "convert",
+            "-f",
+            "qcow2",
+            "-O",
+            "raw",
+            &text(top),
+            &text(&flat),
+        ],
+    )?;
+    succeed("e2fsck", &["-f", "-n", &text(&flat)])?;
+    std::fs::remove_file(&flat).context("remove the flat image")
+}

@@ -5,7 +5,7 @@
 //! | control | main thread | what building, resetting and removing a VM takes; a superset of the others, which inherit it |
 //! | api | HTTP server | sockets and epoll |
 //! | vcpu | vcpu-N | KVM ioctls, signals |
-//! | disk, net, slow | device threads | their files' reads and writes, epoll |
+//! | disk, net, slow, vsock | device threads | their files' reads and writes, epoll |
 //! | pool | block-io-N, of disks that use no io_uring | transfers of files that are open |
 //!
 //! A thread starts with its creator's filter and can only narrow it further. The policies are compiled when Drover is built, so that
@@ -35,11 +35,13 @@ pub enum Role {
     Net,
     /// Serves a slow device.
     Slow,
+    /// Serves the guest's sockets.
+    Vsock,
 }
 
 impl Role {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Control,
         Self::Api,
         Self::Vcpu,
@@ -47,6 +49,7 @@ impl Role {
         Self::Pool,
         Self::Net,
         Self::Slow,
+        Self::Vsock,
     ];
 
     fn code(self) -> &'static [u8] {
@@ -58,6 +61,7 @@ impl Role {
             Self::Pool => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-pool")),
             Self::Net => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-net")),
             Self::Slow => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-slow")),
+            Self::Vsock => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-vsock")),
         }
     }
 }
@@ -68,6 +72,7 @@ impl From<ThreadRole> for Role {
             ThreadRole::Disk => Self::Disk,
             ThreadRole::Net => Self::Net,
             ThreadRole::Slow => Self::Slow,
+            ThreadRole::Vsock => Self::Vsock,
         }
     }
 }

@@ -14,6 +14,8 @@ pub enum ThreadRole {
     Slow,
     /// Serves the guest's sockets.
     Vsock,
+    /// Speaks with the back end of a vhost-user device.
+    VhostUser,
 }
 
 /// Starts device threads. The VMM's implementation names the thread and narrows its system calls before `body` runs.

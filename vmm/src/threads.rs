@@ -6,6 +6,7 @@
 //! | api | HTTP server | sockets and epoll |
 //! | vcpu | vcpu-N | KVM ioctls, signals |
 //! | disk, net, slow, vsock | device threads | their files' reads and writes, epoll |
+//! | vhost_user | device threads | a unix socket, epoll |
 //! | pool | block-io-N, of disks that use no io_uring | transfers of files that are open |
 //!
 //! A thread starts with its creator's filter and can only narrow it further. The policies are compiled when Drover is built, so that
@@ -37,11 +38,13 @@ pub enum Role {
     Slow,
     /// Serves the guest's sockets.
     Vsock,
+    /// Speaks with the back end of a vhost-user device.
+    VhostUser,
 }
 
 impl Role {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Control,
         Self::Api,
         Self::Vcpu,
@@ -50,6 +53,7 @@ impl Role {
         Self::Net,
         Self::Slow,
         Self::Vsock,
+        Self::VhostUser,
     ];
 
     fn code(self) -> &'static [u8] {
@@ -62,6 +66,7 @@ impl Role {
             Self::Net => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-net")),
             Self::Slow => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-slow")),
             Self::Vsock => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-vsock")),
+            Self::VhostUser => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-vhost_user")),
         }
     }
 }
@@ -73,6 +78,7 @@ impl From<ThreadRole> for Role {
             ThreadRole::Net => Self::Net,
             ThreadRole::Slow => Self::Slow,
             ThreadRole::Vsock => Self::Vsock,
+            ThreadRole::VhostUser => Self::VhostUser,
         }
     }
 }

@@ -16,6 +16,7 @@
 //! | [`queue`] | a virtqueue as the thread that serves it sees it |
 //! | [`memory`] | checked pieces of guest memory and the system calls on them; with `net::sys`, all the `unsafe` there is |
 //! | [`balloon`], [`block`], [`console`], [`net`], [`rng`], [`vsock`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
+//! | [`vhost_user_blk`] | a disk whose queues another process serves |
 #![deny(unsafe_code)]
 
 pub mod balloon;
@@ -28,6 +29,7 @@ pub mod queue;
 pub mod rng;
 #[cfg(test)]
 mod testing;
+pub mod vhost_user_blk;
 pub mod vsock;
 pub mod worker;
 

@@ -136,7 +136,7 @@ impl Machine {
     ) -> Result<Self, BuildError> {
         let files = StartFiles::open(&config)?;
         let mut opener = Opener::new(threads.pool_start());
-        let opened = Opened::open(&config, &mut opener)?;
+        let opened = Opened::open(&config, &mut opener, &threads)?;
         let serial = SerialBackEnd::open(&config.serial)?;
         let vm = kvm::Vm::create().map_err(BuildError::host)?;
         let memory = Memory::new(&config.memory).map_err(|error| match error.field() {

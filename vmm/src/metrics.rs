@@ -100,6 +100,7 @@ pub fn render(
     for candidate in [
         VmState::Created,
         VmState::Running,
+        VmState::Paused,
         VmState::ShuttingDown,
         VmState::Stopped,
     ] {
@@ -198,6 +199,11 @@ fn rows(metrics: &DeviceMetrics) -> Vec<Row<'_>> {
                 "block_failed_total",
                 "Requests that the host or the image failed.",
                 &m.failed,
+            ),
+            (
+                "block_kept_total",
+                "Requests that failed and were kept, to be tried again.",
+                &m.kept,
             ),
             (
                 "block_refused_total",

@@ -141,12 +141,16 @@ impl Opened {
                 discard_granularity: disk.discard_granularity() as u32,
                 queue_size: config.queue_size,
             };
+            let size_bytes = disk.size_bytes();
             let block = Block::new(disk, &options, to.threads)
                 .map_err(|error| BuildError::of(field)(error.into()))?;
             let metrics = DeviceMetrics::Block(block.metrics());
             live.push(LiveDisk {
                 handle: block.handle(),
                 options: disk_options,
+                metrics: block.metrics(),
+                size_bytes,
+                stopped: None,
                 missing: None,
             });
             connect(&config.id, Box::new(block), metrics)?;

@@ -1,6 +1,7 @@
 //! The disks of a machine: how each is opened, and what the control thread keeps of it while it is served on its own thread.
 
 use std::error::Error as StdError;
+use std::sync::Arc;
 
 use drover_api::definition::{
     BackingConfig, CacheMode, DetectZeroes as ZeroesConfig, DiscardMode, DiskConfig, ImageFormat,
@@ -9,7 +10,8 @@ use drover_api::definition::{
 use drover_block::{
     Backing, Cache, DetectZeroes, Disk, DiskOptions, DiskSpec, Format, IoEngine, Layer, ThreadStart,
 };
-use drover_devices::virtio::block::handle::{DiskHandle, ErrorPolicy, OnError};
+use drover_devices::virtio::block::handle::{DiskHandle, ErrorPolicy, OnError, Stopped};
+use drover_devices::virtio::block::metrics::BlockMetrics;
 
 /// A disk that is open or can be opened again.
 pub struct LiveDisk {
@@ -17,6 +19,12 @@ pub struct LiveDisk {
     pub handle: DiskHandle,
     /// How it is opened.
     pub options: DiskOptions,
+    /// What it counts.
+    pub metrics: Arc<BlockMetrics>,
+    /// The size that the guest sees, in bytes.
+    pub size_bytes: u64,
+    /// A request failed and is kept: which, and why.
+    pub stopped: Option<Stopped>,
     /// It could not be opened again after a change: why. The guest's requests wait.
     pub missing: Option<String>,
 }

@@ -185,6 +185,11 @@ impl Machine {
         self.vcpus.run();
     }
 
+    /// Lets the processors run on after [`Machine::stop`].
+    pub fn resume(&mut self) {
+        self.vcpus.resume();
+    }
+
     /// Stops the processors.
     ///
     /// # Errors
@@ -198,11 +203,11 @@ impl Machine {
         self.chipset.pm.press_power_button()
     }
 
-    /// Returns the machine to its power-on state, loads the kernel again and lets it run.
+    /// Returns the machine to its power-on state, loads the kernel again and, with `run`, lets it run.
     ///
     /// # Errors
     /// A processor or device did not stop in time, or the kernel file has changed for the worse.
-    pub fn reset(&mut self) -> Result<(), BuildError> {
+    pub fn reset(&mut self, run: bool) -> Result<(), BuildError> {
         self.vcpus.pause().map_err(BuildError::host)?;
         self.chipset.reset()?;
         self.chips
@@ -217,7 +222,9 @@ impl Machine {
         )?;
         self.vcpus.reset(&start).map_err(BuildError::host)?;
         self.power.open();
-        self.vcpus.run();
+        if run {
+            self.vcpus.run();
+        }
         Ok(())
     }
 

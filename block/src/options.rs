@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::budget::CacheBudget;
 use crate::io::queue::Queue;
+use crate::throttle::Throttle;
 
 /// What performs the transfers of a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,6 +54,8 @@ pub struct DiskOptions {
     pub engine: IoEngine,
     /// What becomes of zeros that a guest writes.
     pub detect_zeroes: DetectZeroes,
+    /// Limits to keep to, alone or with the other disks that were given the same ones.
+    pub throttle: Option<Arc<Throttle>>,
     /// What the caches of tables may take, together with those of other disks.
     pub cache: CacheBudget,
     /// The layer below the top is written, too, so that the top can be committed to it ([`Job::Commit`](crate::Job::Commit)). It is

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use drover_api::definition::{BackingConfig, DiskConfig, ImageFormat};
+use drover_api::definition::{BackingConfig, DiskConfig, ImageFormat, LimitsConfig};
 use drover_api::disks::{DiskCounters, DiskView, IoView, LayerView, SnapshotRequest};
 use drover_api::server::Reply;
 use drover_api::types::{ApiError, ErrorCode, EventKind, VmState, VmView};
@@ -360,6 +360,28 @@ impl Control {
             opened.push(disk);
         }
         Ok(opened)
+    }
+
+    /// Changes what a disk, or its group, may use.
+    fn limit(&mut self, id: &str, limits: LimitsConfig) -> Reply<DiskView> {
+        let index = self.find(id)?;
+        let Some(machine) = &mut self.machine else {
+            return Err(ApiError::no_vm());
+        };
+        let (config, live) = machine.disks_mut();
+        let (Some(disk), Some(live)) = (config.disks.get_mut(index), live.get(index)) else {
+            return Err(ApiError::no_vm());
+        };
+        if let Some(throttle) = &live.options.throttle {
+            let changed = throttle.set_limits(disks::limits(&limits));
+            changed.map_err(|error| invalid(error.to_string()))?;
+        }
+        let group = disk.limit_group.as_ref();
+        match group.and_then(|id| config.limit_groups.iter_mut().find(|group| group.id == *id)) {
+            Some(group) => group.limits = limits,
+            None => disk.limits = Some(limits).filter(|limits| *limits != LimitsConfig::default()),
+        }
+        self.disk_view(index)
     }
 
     pub(super) fn set_disks<'a>(&mut self, changes: impl Iterator<Item = (usize, &'a DiskConfig)>) {

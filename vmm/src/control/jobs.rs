@@ -19,7 +19,7 @@ use vmm_sys_util::timerfd::TimerFd;
 use super::Control;
 use super::disks::{invalid, unavailable};
 use super::exchange::{Flush, Taken};
-use crate::machine::disks;
+use crate::machine::{Machine, disks};
 use crate::mailbox::{Answer, DiskMessage, Message};
 
 /// How often jobs are looked at.
@@ -238,7 +238,7 @@ impl Control {
             JobKind::Flatten => Job::Flatten,
             JobKind::Commit => Job::Commit,
         };
-        let live = self.machine.as_ref().map(|machine| machine.disks());
+        let live = self.machine.as_ref().map(Machine::disks);
         let Some(live) = live.and_then(|disks| disks.get(index)) else {
             return;
         };

@@ -88,7 +88,9 @@ impl Opened {
             )));
         }
         let disks = config.disks.iter().enumerate().map(|(index, disk)| {
-            let options = opener.options(disk);
+            let options = opener
+                .options(disk)
+                .map_err(|error| BuildError::of(format!("disks[{index}].limits"))(error.into()))?;
             let source = disks::open(disk, options.clone());
             source
                 .map(|disk| (disk, options))

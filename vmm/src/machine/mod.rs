@@ -19,7 +19,7 @@ mod tables;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use drover_api::definition::{Topology as TopologyConfig, VmConfig};
+use drover_api::definition::{DiskConfig, LimitsConfig, Topology as TopologyConfig, VmConfig};
 use drover_arch::boot::{BootError, RamContent};
 use drover_arch::cpuid::CpuidPolicy;
 use drover_arch::layout::{E820Entry, RamLayout};
@@ -83,7 +83,7 @@ impl Machine {
     ) -> Result<Self, BuildError> {
         let mut boot = BootFiles::open(&config.boot)
             .map_err(|error| BuildError::of(error.field)(error.to_string().into()))?;
-        let mut opener = Opener::new(threads.pool_start());
+        let mut opener = Opener::new(&config, threads.pool_start())?;
         let opened = Opened::open(&config, &mut opener)?;
         let serial = SerialBackEnd::open(&config.serial)?;
         let vm = kvm::Vm::create().map_err(BuildError::host)?;
@@ -168,6 +168,17 @@ impl Machine {
     /// Its disks, in the definition's order.
     pub fn disks(&self) -> &[LiveDisk] {
         &self.disks
+    }
+
+    /// What a disk may use: limits of its own, or those of its group.
+    pub fn limits_of(&self, disk: &DiskConfig) -> Option<LimitsConfig> {
+        let Some(wanted) = &disk.limit_group else {
+            return disk.limits;
+        };
+        let mut groups = self.config.limit_groups.iter();
+        groups
+            .find(|group| group.id == *wanted)
+            .map(|group| group.limits)
     }
 
     /// The pseudo-terminal of its serial port.

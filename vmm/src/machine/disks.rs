@@ -86,6 +86,7 @@ impl Opener {
                 ZeroesConfig::Unmap => DetectZeroes::Unmap,
             },
             throttle: Some(throttle),
+            statistics: Some(Arc::default()),
             thread_start: Some(self.thread_start.clone()),
             ..DiskOptions::default()
         })

@@ -244,6 +244,16 @@ impl Machine {
         MachineMetrics {
             vcpus: self.vcpus.counters(),
             devices: &self.devices,
+            disks: self
+                .config
+                .disks
+                .iter()
+                .zip(&self.disks)
+                .filter_map(|(config, live)| {
+                    let statistics = live.options.statistics.clone()?;
+                    Some((format!("device=\"{}\"", config.id), statistics))
+                })
+                .collect(),
             route_writes: self.interrupts.route_writes(),
             console_dropped_bytes: self.console.dropped(),
             unclaimed_port_accesses: self.chipset.ports.misses(),

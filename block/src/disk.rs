@@ -24,9 +24,10 @@ use crate::online::{Running, Step, StepEnd};
 use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::qcow2::relabel::Label;
+use crate::statistics::DiskStatistics;
 use crate::task::{self, Executor, Kind, Serve};
 use crate::throttle::Admission;
-use crate::timer::Timer;
+use crate::timer::{self, Timer};
 use crate::{Backing, DiskSpec, Format};
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
@@ -105,6 +106,7 @@ pub(crate) struct Core {
     pub(crate) chain: Chain,
     pub(crate) read_only: bool,
     discard: bool,
+    statistics: Arc<DiskStatistics>,
 }
 
 /// What runs as a task.
@@ -127,7 +129,7 @@ impl Serve<Work, Outcome> for Core {
             Work::Job(step) => return Outcome::Job(Box::pin(step.run(&core)).await),
         };
         let Request { tag, op } = request;
-        let result = core.run(&op).await;
+        let result = core.run_counted(&op).await;
         Outcome::Guest(Completion::new(tag, result, op))
     }
 }
@@ -173,7 +175,12 @@ impl Disk {
     /// Those of [`Disk::open`], and what the host says where it allows no io_uring or no more threads.
     pub fn open_with(spec: &DiskSpec, options: impl Into<DiskOptions>) -> Result<Self, Error> {
         let options = options.into();
-        let chain = Chain::open(spec, writable_layers(spec, &options)?, &options.cache)?;
+        let chain = Chain::open(
+            spec,
+            writable_layers(spec, &options)?,
+            &options.cache,
+            options.lease.as_ref(),
+        )?;
         let path = &spec.top.path;
         let queue = match options.engine {
             IoEngine::Inline => None,
@@ -186,7 +193,14 @@ impl Disk {
                 Some(queue.map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
-        let mut disk = Self::new(chain, spec, queue);
+        let statistics = match &options.statistics {
+            None => Arc::default(),
+            Some(statistics) => {
+                statistics.attach(chain.counts(), chain.top().file().fd());
+                Arc::clone(statistics)
+            }
+        };
+        let mut disk = Self::new_counting(chain, spec, queue, statistics);
         if disk.queue.is_some() || options.throttle.is_some() {
             let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
             let timer = Arc::new(timer);
@@ -208,7 +222,7 @@ impl Disk {
         seed: u64,
         options: &DiskOptions,
     ) -> Result<Self, Error> {
-        let chain = Chain::open(spec, writable_layers(spec, options)?, &options.cache)?;
+        let chain = Chain::open(spec, writable_layers(spec, options)?, &options.cache, None)?;
         let mut disk = Self::new(chain, spec, Some(Queue::shuffle(seed)));
         if options.commit_below {
             let size = disk.size_bytes();
@@ -217,7 +231,16 @@ impl Disk {
         Ok(disk)
     }
 
-    fn new(mut chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
+    fn new(chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
+        Self::new_counting(chain, spec, queue, Arc::default())
+    }
+
+    fn new_counting(
+        mut chain: Chain,
+        spec: &DiskSpec,
+        queue: Option<Queue>,
+        statistics: Arc<DiskStatistics>,
+    ) -> Self {
         let queue = queue.map(Arc::new);
         if let Some(queue) = &queue {
             chain.set_queue(queue);
@@ -227,6 +250,7 @@ impl Disk {
                 chain,
                 read_only: spec.read_only,
                 discard: spec.discard,
+                statistics,
             }),
             queue,
             timer: None,
@@ -283,6 +307,12 @@ impl Disk {
         Arc::clone(self.core().chain.counts())
     }
 
+    /// What the disk counts.
+    #[must_use]
+    pub fn statistics(&self) -> Arc<DiskStatistics> {
+        Arc::clone(&self.core().statistics)
+    }
+
     /// Begins a request; its completion comes from [`Disk::poll`], which has to be called after a batch of these: it is what
     /// hands the transfers to the host.
     pub fn submit(&mut self, request: Request) {
@@ -300,7 +330,7 @@ impl Disk {
             Some(_) => self.executor.start(Work::Guest(request)),
             None => {
                 let Request { tag, op } = request;
-                let result = task::complete(self.core().run(&op));
+                let result = task::complete(self.core().run_counted(&op));
                 Some(Outcome::Guest(Completion::new(tag, result, op)))
             }
         };
@@ -326,7 +356,8 @@ impl Disk {
         if let Some(timer) = &self.timer {
             timer.clear_due();
         }
-        while let Some((request, _)) = self.admission.as_mut().and_then(Admission::next) {
+        while let Some((request, waited)) = self.admission.as_mut().and_then(Admission::next) {
+            self.core().statistics.count_wait(waited);
             self.start(request);
         }
         self.turn(false);
@@ -385,7 +416,7 @@ impl Disk {
             }
         }
         let core = self.executor.shared();
-        self.drive(core.run(op))
+        self.drive(core.run_counted(op))
     }
 
     /// Makes everything durable and lets go of the images.
@@ -396,6 +427,25 @@ impl Disk {
         self.closed = true;
         self.settle()
             .map_err(|error| Error::new(self.top().file().path(), ErrorKind::Request(error)))
+    }
+
+    /// [`Disk::close`], but the lease of the top image stays with this process, for a disk that is going to be opened again. It goes
+    /// on with the same epoch then; [`lease::give_back`](crate::lease::give_back) is for one that is not.
+    ///
+    /// # Errors
+    /// As [`Disk::close`].
+    pub fn close_keeping_lease(self) -> Result<(), Error> {
+        if let Some(lease) = self.core().chain.lease() {
+            lease.keep();
+        }
+        self.close()
+    }
+
+    /// The epoch of the lease of the top image; `None` without one, or where another has taken it.
+    #[must_use]
+    pub fn lease_epoch(&self) -> Option<u64> {
+        let lease = self.core().chain.lease()?;
+        lease.is_ours().then(|| lease.epoch())
     }
 
     /// Waits for every request and leaves nothing to be done.
@@ -626,6 +676,14 @@ fn writable_layers(spec: &DiskSpec, options: &DiskOptions) -> Result<usize, Erro
 }
 
 impl Core {
+    async fn run_counted(&self, op: &Op) -> Result<(), IoError> {
+        let begin = timer::now();
+        let result = self.run(op).await;
+        let nanos = timer::now().saturating_sub(begin);
+        self.statistics.count(op, nanos, &result);
+        result
+    }
+
     async fn run(&self, op: &Op) -> Result<(), IoError> {
         match op {
             Op::Read { offset, buffers } => {

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`disk`](Disk) | requests in, completions out |
 //! | `options` | how a disk works, beside which files it is made of |
+//! | `statistics` | what a disk counts |
 //! | `throttle` | limits on what a disk or a group uses |
 //! | `chain` | which files make up a disk; reading through them |
 //! | `raw`, `qcow2` | the formats |
@@ -12,6 +13,7 @@
 //! | `task` | futures and holds by which requests keep out of each other's way |
 //! | `lock` | who may use an image at the same time |
 //! | `online` | jobs on an open disk, beside its guest's requests: flatten, commit |
+//! | [`lease`] | who owns an image, over hosts and deaths |
 //! | [`image`] | jobs on images: create, resize, info, check |
 //!
 //! Nothing here knows virtio or a guest's memory, and no byte of an image decides what is opened: formats and chains are stated
@@ -25,12 +27,14 @@ mod disk;
 mod error;
 pub mod image;
 mod io;
+pub mod lease;
 mod lock;
 mod lru;
 mod online;
 mod options;
 mod qcow2;
 mod raw;
+mod statistics;
 mod task;
 mod throttle;
 mod timer;
@@ -49,6 +53,7 @@ pub use disk::{Completion, Disk, Op, Request};
 pub use error::{Error, ErrorClass, ErrorKind, IoError};
 pub use online::{Job, JobError, JobHandle, JobProgress, JobState};
 pub use options::{DetectZeroes, DiskOptions, IoEngine, ThreadStart};
+pub use statistics::{DiskStatistics, KindTotals, RequestKind, render_prometheus};
 pub use throttle::{
     Burst, Directions, Limit, Limits, LimitsError, MAX_BURST_SECONDS, MAX_RATE, Throttle,
 };

@@ -8,8 +8,8 @@ pub mod held;
 pub mod lab;
 pub mod lifecycle;
 pub mod net;
-pub mod vhost_user;
 pub mod shared_base;
+pub mod vhost_user;
 pub mod worker;
 
 use std::path::PathBuf;

@@ -197,8 +197,16 @@ impl<'a> Walk<'a> {
         true
     }
 
+    /// The entries of a table, without those past the end of the file, which are zero: a short file that names long tables is not
+    /// worth long work.
     fn entries(&self, at: TableAt) -> Result<Vec<u64>, Error> {
-        Ok(be_entries(self.read(at.offset, at.entries * 8)?.bytes()).collect())
+        let there = self
+            .file
+            .end()
+            .saturating_sub(at.offset)
+            .next_multiple_of(8);
+        let length = (at.entries * 8).min(there);
+        Ok(be_entries(self.read(at.offset, length)?.bytes()).collect())
     }
 
     fn read(&self, at: u64, bytes: u64) -> Result<Pages, Error> {

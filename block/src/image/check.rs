@@ -202,6 +202,12 @@ impl<'a> Walk<'a> {
                 .corruption(format!("{what} at {host:#x} is out of reach"));
             return;
         };
+        // The file may end in the midst of its last cluster, and no earlier: what is not there needs no refcounts.
+        if end.saturating_sub(self.file.end()) >= self.geometry.cluster_size() {
+            self.report
+                .corruption(format!("{what} at {host:#x} lies past the end of the file"));
+            return;
+        }
         for cluster in self.geometry.cluster(host)..=self.geometry.cluster(end - 1) {
             let count = self.references.entry(cluster).or_default();
             *count = count.saturating_add(times);

@@ -14,7 +14,9 @@ use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use drover_block::image::{self, Compat, Compression, ConvertOptions, CreateOptions, Monitor};
+use drover_block::image::{
+    self, Compat, Compression, ConvertOptions, CreateOptions, Monitor, NewBacking, Repair,
+};
 use drover_block::{
     Backing, Buffers, Cache, Disk, DiskSpec, Format, Layer, Op, SharedBuffer, image::Shrink,
 };
@@ -275,7 +277,7 @@ impl Kitchen {
     fn one_job(&self, spec: &DiskSpec, base: &Layer, choices: &mut Choices<'_>) {
         let patience = &mut Patience(50);
         let target = self.inside.join("target");
-        match choices.byte() % 6 {
+        match choices.byte() % 9 {
             0 => {
                 let size = (choices.number() % (8 << 20)) / 512 * 512;
                 let _ = image::resize(spec, size, Shrink::Allow);
@@ -300,6 +302,33 @@ impl Kitchen {
                 let before = std::fs::read(&base.path).expect("the base is there");
                 drop(image::commit(&listed, patience));
                 std::fs::write(&base.path, before).expect("the base is there");
+            }
+            5 => {
+                let what = match choices.byte() % 2 {
+                    0 => Repair::Leaks,
+                    _ => Repair::All,
+                };
+                if let Ok(report) = image::repair(&spec.top.path, Format::Qcow2, what) {
+                    // What it says is so.
+                    let now = image::check(&spec.top.path, Format::Qcow2);
+                    let now = now.expect("a repaired image has a header");
+                    assert_eq!(now.corruptions, report.after.corruptions, "{report:?}");
+                }
+            }
+            6 => {
+                let new = NewBacking {
+                    disk: DiskSpec {
+                        top: base.clone(),
+                        backing: Backing::Explicit(vec![]),
+                        ..spec.clone()
+                    },
+                    name: "base.raw".into(),
+                };
+                let new = (choices.byte() % 2 == 0).then_some(&new);
+                let _ = image::rebase(spec, new, patience);
+            }
+            7 => {
+                let _ = image::rename_backing(spec, Some((Path::new("base.raw"), Format::Raw)));
             }
             _ => {
                 let other = DiskSpec {

@@ -7,6 +7,7 @@
 //! Everything but the transfers themselves happens on the thread that calls [`Disk::submit`] and [`Disk::poll`]. What performs them
 //! is an [`IoEngine`]; with the inline one a task runs to its end inside `submit`.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
@@ -21,7 +22,7 @@ use crate::chain::{Chain, Image, Located};
 use crate::error::{Error, ErrorClass, ErrorKind, IoError};
 use crate::io::queue::Queue;
 use crate::online::{Running, Step, StepEnd};
-use crate::options::{DiskOptions, IoEngine};
+use crate::options::{DiskOptions, IoEngine, Losses};
 use crate::qcow2::Clear;
 use crate::qcow2::relabel::Label;
 use crate::statistics::DiskStatistics;
@@ -88,6 +89,10 @@ pub struct Completion {
 }
 
 impl Completion {
+    fn tells_of_loss(&self) -> bool {
+        self.result == Err(IoError::Lost)
+    }
+
     fn new(tag: u64, result: Result<(), IoError>, op: Op) -> Self {
         // The memory of one that succeeded belongs to the guest again before it hears of the end.
         let op = result.is_err().then_some(op);
@@ -107,6 +112,9 @@ pub(crate) struct Core {
     pub(crate) read_only: bool,
     discard: bool,
     statistics: Arc<DiskStatistics>,
+    losses: Losses,
+    /// The next flush has to tell of writes that were lost before the disk was opened.
+    lost: Cell<bool>,
 }
 
 /// What runs as a task.
@@ -200,7 +208,7 @@ impl Disk {
                 Arc::clone(statistics)
             }
         };
-        let mut disk = Self::new_counting(chain, spec, queue, statistics);
+        let mut disk = Self::new_counting(chain, spec, queue, statistics, options.losses.clone());
         if disk.queue.is_some() || options.throttle.is_some() {
             let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
             let timer = Arc::new(timer);
@@ -232,7 +240,7 @@ impl Disk {
     }
 
     fn new(chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
-        Self::new_counting(chain, spec, queue, Arc::default())
+        Self::new_counting(chain, spec, queue, Arc::default(), Losses::default())
     }
 
     fn new_counting(
@@ -240,6 +248,7 @@ impl Disk {
         spec: &DiskSpec,
         queue: Option<Queue>,
         statistics: Arc<DiskStatistics>,
+        losses: Losses,
     ) -> Self {
         let queue = queue.map(Arc::new);
         if let Some(queue) = &queue {
@@ -251,6 +260,8 @@ impl Disk {
                 read_only: spec.read_only,
                 discard: spec.discard,
                 statistics,
+                lost: Cell::new(losses.take()),
+                losses,
             }),
             queue,
             timer: None,
@@ -365,6 +376,9 @@ impl Disk {
             self.pace();
             self.turn(false);
         }
+        if self.core().lost.get() && self.done.iter().any(Completion::tells_of_loss) {
+            self.core().lost.set(false);
+        }
         completions.append(&mut self.done);
     }
 
@@ -416,7 +430,11 @@ impl Disk {
             }
         }
         let core = self.executor.shared();
-        self.drive(core.run_counted(op))
+        let result = self.drive(core.run_counted(op));
+        if result == Err(IoError::Lost) {
+            self.core().lost.set(false);
+        }
+        result
     }
 
     /// Makes everything durable and lets go of the images.
@@ -450,6 +468,15 @@ impl Disk {
 
     /// Waits for every request and leaves nothing to be done.
     fn settle(&mut self) -> Result<(), IoError> {
+        let result = self.flush_and_settle();
+        let core = self.core();
+        if result.is_err() || core.lost.get() {
+            core.losses.note();
+        }
+        result
+    }
+
+    fn flush_and_settle(&mut self) -> Result<(), IoError> {
         self.release_waiting();
         while self.executor.running() > 0 {
             self.turn(true);
@@ -694,6 +721,7 @@ impl Core {
                 self.check_change(*offset, buffers.len() as u64)?;
                 self.write(*offset, buffers).await
             }
+            Op::Flush if self.lost.get() => Err(IoError::Lost),
             Op::Flush => self.flush().await,
             Op::Discard { offset, length } => {
                 self.check_change(*offset, *length)?;

@@ -52,7 +52,7 @@ pub use chain::MAX_LAYERS;
 pub use disk::{Completion, Disk, Op, Request};
 pub use error::{Error, ErrorClass, ErrorKind, IoError};
 pub use online::{Job, JobError, JobHandle, JobProgress, JobState};
-pub use options::{DetectZeroes, DiskOptions, IoEngine, ThreadStart};
+pub use options::{DetectZeroes, DiskOptions, IoEngine, Losses, ThreadStart};
 pub use statistics::{DiskStatistics, KindTotals, RequestKind, render_prometheus};
 pub use throttle::{
     Burst, Directions, Limit, Limits, LimitsError, MAX_BURST_SECONDS, MAX_RATE, Throttle,

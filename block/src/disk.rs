@@ -16,12 +16,13 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use crate::budget::CacheCounts;
-use crate::buffers::{Buffers, SharedBuffer};
+use crate::buffers::{Buffers, SharedBuffer, Span};
 use crate::chain::{Chain, Image, Located};
 use crate::error::{Error, ErrorClass, ErrorKind, IoError};
+use crate::io::HostCounts;
 use crate::io::queue::Queue;
 use crate::online::{Running, Step, StepEnd};
-use crate::options::{DiskOptions, IoEngine};
+use crate::options::{DetectZeroes, DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::qcow2::relabel::Label;
 use crate::task::{self, Executor, Kind, Serve};
@@ -104,7 +105,8 @@ const A_MOMENT: u64 = 5_000_000;
 pub(crate) struct Core {
     pub(crate) chain: Chain,
     pub(crate) read_only: bool,
-    discard: bool,
+    pub(crate) discard: bool,
+    pub(crate) detect_zeroes: DetectZeroes,
 }
 
 /// What runs as a task.
@@ -186,7 +188,7 @@ impl Disk {
                 Some(queue.map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
-        let mut disk = Self::new(chain, spec, queue);
+        let mut disk = Self::new(chain, spec, queue, options.detect_zeroes);
         if disk.queue.is_some() || options.throttle.is_some() {
             let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
             let timer = Arc::new(timer);
@@ -209,7 +211,12 @@ impl Disk {
         options: &DiskOptions,
     ) -> Result<Self, Error> {
         let chain = Chain::open(spec, writable_layers(spec, options)?, &options.cache)?;
-        let mut disk = Self::new(chain, spec, Some(Queue::shuffle(seed)));
+        let mut disk = Self::new(
+            chain,
+            spec,
+            Some(Queue::shuffle(seed)),
+            options.detect_zeroes,
+        );
         if options.commit_below {
             let size = disk.size_bytes();
             disk.grow_below(size)?;
@@ -217,7 +224,12 @@ impl Disk {
         Ok(disk)
     }
 
-    fn new(mut chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
+    fn new(
+        mut chain: Chain,
+        spec: &DiskSpec,
+        queue: Option<Queue>,
+        detect_zeroes: DetectZeroes,
+    ) -> Self {
         let queue = queue.map(Arc::new);
         if let Some(queue) = &queue {
             chain.set_queue(queue);
@@ -227,6 +239,7 @@ impl Disk {
                 chain,
                 read_only: spec.read_only,
                 discard: spec.discard,
+                detect_zeroes,
             }),
             queue,
             timer: None,
@@ -275,6 +288,12 @@ impl Disk {
     #[must_use]
     pub fn discard_granularity(&self) -> u64 {
         self.top().discard_granularity()
+    }
+
+    /// What the disk asks of the host; counted on while the disk is open.
+    #[must_use]
+    pub fn host_counts(&self) -> Arc<HostCounts> {
+        Arc::clone(self.core().chain.calls())
     }
 
     /// How often the disk's tables were found in memory; counted on while the disk is open.
@@ -482,7 +501,12 @@ impl Disk {
 
     /// The disk as it is read, whose top the caller has locked; see [`Chain::open_locked`].
     pub(crate) fn open_locked(spec: &DiskSpec) -> Result<Self, Error> {
-        Ok(Self::new(Chain::open_locked(spec)?, spec, None))
+        Ok(Self::new(
+            Chain::open_locked(spec)?,
+            spec,
+            None,
+            DetectZeroes::Off,
+        ))
     }
 
     /// The top image over something else than its header says; see [`Chain::open_over`].
@@ -495,6 +519,7 @@ impl Disk {
             Chain::open_over(&spec.top, below)?,
             &written,
             None,
+            DetectZeroes::Off,
         ))
     }
 
@@ -634,7 +659,10 @@ impl Core {
             }
             Op::Write { offset, buffers } => {
                 self.check_change(*offset, buffers.len() as u64)?;
-                self.write(*offset, buffers).await
+                if self.detect_zeroes != DetectZeroes::Off {
+                    return self.write_detecting(*offset, buffers.span()).await;
+                }
+                self.write(*offset, buffers.span()).await
             }
             Op::Flush => self.flush().await,
             Op::Discard { offset, length } => {
@@ -662,25 +690,25 @@ impl Core {
             } => {
                 self.check_change(*offset, *length)?;
                 let unmap = *unmap && self.discard;
-                if let Some(two) = self.two() {
-                    let how = Clear::Zeroes { unmap };
-                    return two.clear(*offset, *length, how).await;
-                }
-                match self.chain.top() {
-                    _ if *length == 0 => Ok(()),
-                    Image::Raw(raw) => raw.zero(*offset, *length, unmap).await,
-                    Image::Qcow2(qcow2) => {
-                        qcow2
-                            .clear(
-                                self.chain.view(0),
-                                *offset,
-                                *length,
-                                Clear::Zeroes { unmap },
-                            )
-                            .await
-                    }
-                }
+                self.write_zeroes(*offset, *length, unmap).await
             }
+        }
+    }
+
+    pub(crate) async fn write_zeroes(
+        &self,
+        offset: u64,
+        length: u64,
+        unmap: bool,
+    ) -> Result<(), IoError> {
+        let how = Clear::Zeroes { unmap };
+        if let Some(two) = self.two() {
+            return two.clear(offset, length, how).await;
+        }
+        match self.chain.top() {
+            _ if length == 0 => Ok(()),
+            Image::Raw(raw) => raw.zero(offset, length, unmap).await,
+            Image::Qcow2(qcow2) => qcow2.clear(self.chain.view(0), offset, length, how).await,
         }
     }
 
@@ -709,18 +737,14 @@ impl Core {
         }
     }
 
-    async fn write(&self, offset: u64, buffers: &Buffers) -> Result<(), IoError> {
+    pub(crate) async fn write(&self, offset: u64, span: Span<'_>) -> Result<(), IoError> {
         if let Some(two) = self.two() {
-            return two.write(offset, buffers.span()).await;
+            return two.write(offset, span).await;
         }
         match self.chain.top() {
-            _ if buffers.is_empty() => Ok(()),
-            Image::Raw(raw) => raw.write(offset, buffers.span()).await,
-            Image::Qcow2(qcow2) => {
-                qcow2
-                    .write(self.chain.view(0), offset, buffers.span())
-                    .await
-            }
+            _ if span.len() == 0 => Ok(()),
+            Image::Raw(raw) => raw.write(offset, span).await,
+            Image::Qcow2(qcow2) => qcow2.write(self.chain.view(0), offset, span).await,
         }
     }
 

@@ -14,7 +14,7 @@ use super::merged::Merged;
 use super::{Chain, Image, MAX_LAYERS};
 use crate::budget::{CacheBudget, CacheCounts};
 use crate::error::{Error, ErrorKind};
-use crate::io::{BlockFile, open_error, open_flags};
+use crate::io::{BlockFile, HostCounts, open_error, open_flags};
 use crate::lock::Access;
 use crate::qcow2::Qcow2;
 use crate::raw::Raw;
@@ -67,6 +67,7 @@ struct Opener {
     seen: Vec<(u64, u64)>,
     budget: CacheBudget,
     counts: Arc<CacheCounts>,
+    calls: Arc<HostCounts>,
     /// How many layers, from the top, are opened for writing.
     writable: usize,
     /// The caller has locked the top.
@@ -80,6 +81,7 @@ impl Opener {
             seen: Vec::new(),
             budget: budget.clone(),
             counts: Arc::default(),
+            calls: Arc::default(),
             writable,
             top_is_locked: false,
         }
@@ -105,6 +107,7 @@ impl Opener {
             writable: self.writable,
             merged,
             counts: self.counts,
+            calls: self.calls,
         }
     }
 
@@ -112,7 +115,7 @@ impl Opener {
         self.layers.len() < self.writable
     }
 
-    fn push(&mut self, file: BlockFile, format: Format) -> Result<(), Error> {
+    fn push(&mut self, mut file: BlockFile, format: Format) -> Result<(), Error> {
         let written = self.next_is_written();
         let access = if written { Access::Write } else { Access::Read };
         let path = file.path().to_owned();
@@ -128,6 +131,7 @@ impl Opener {
         self.seen.push(identity);
         if !(self.top_is_locked && self.layers.is_empty()) {
             file.lock(access)?;
+            file.set_counts(&self.calls);
         }
         self.layers.push(match format {
             Format::Raw => Image::Raw(Raw::open(file)?),

@@ -25,9 +25,10 @@ use crate::online::{Running, Step, StepEnd};
 use crate::options::{DetectZeroes, DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::qcow2::relabel::Label;
+use crate::statistics::DiskStatistics;
 use crate::task::{self, Executor, Kind, Serve};
 use crate::throttle::Admission;
-use crate::timer::Timer;
+use crate::timer::{self, Timer};
 use crate::{Backing, DiskSpec, Format};
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
@@ -107,6 +108,7 @@ pub(crate) struct Core {
     pub(crate) read_only: bool,
     pub(crate) discard: bool,
     pub(crate) detect_zeroes: DetectZeroes,
+    statistics: Arc<DiskStatistics>,
 }
 
 /// What runs as a task.
@@ -129,7 +131,7 @@ impl Serve<Work, Outcome> for Core {
             Work::Job(step) => return Outcome::Job(Box::pin(step.run(&core)).await),
         };
         let Request { tag, op } = request;
-        let result = core.run(&op).await;
+        let result = core.run_counted(&op).await;
         Outcome::Guest(Completion::new(tag, result, op))
     }
 }
@@ -188,7 +190,14 @@ impl Disk {
                 Some(queue.map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
-        let mut disk = Self::new(chain, spec, queue, options.detect_zeroes);
+        let statistics = match &options.statistics {
+            None => Arc::default(),
+            Some(statistics) => {
+                statistics.attach(chain.counts(), chain.top().file().fd());
+                Arc::clone(statistics)
+            }
+        };
+        let mut disk = Self::new_counting(chain, spec, queue, statistics, options.detect_zeroes);
         if disk.queue.is_some() || options.throttle.is_some() {
             let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
             let timer = Arc::new(timer);
@@ -211,10 +220,11 @@ impl Disk {
         options: &DiskOptions,
     ) -> Result<Self, Error> {
         let chain = Chain::open(spec, writable_layers(spec, options)?, &options.cache)?;
-        let mut disk = Self::new(
+        let mut disk = Self::new_counting(
             chain,
             spec,
             Some(Queue::shuffle(seed)),
+            Arc::default(),
             options.detect_zeroes,
         );
         if options.commit_below {
@@ -224,10 +234,15 @@ impl Disk {
         Ok(disk)
     }
 
-    fn new(
+    fn new(chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
+        Self::new_counting(chain, spec, queue, Arc::default(), DetectZeroes::Off)
+    }
+
+    fn new_counting(
         mut chain: Chain,
         spec: &DiskSpec,
         queue: Option<Queue>,
+        statistics: Arc<DiskStatistics>,
         detect_zeroes: DetectZeroes,
     ) -> Self {
         let queue = queue.map(Arc::new);
@@ -240,6 +255,7 @@ impl Disk {
                 read_only: spec.read_only,
                 discard: spec.discard,
                 detect_zeroes,
+                statistics,
             }),
             queue,
             timer: None,
@@ -302,6 +318,12 @@ impl Disk {
         Arc::clone(self.core().chain.counts())
     }
 
+    /// What the disk counts.
+    #[must_use]
+    pub fn statistics(&self) -> Arc<DiskStatistics> {
+        Arc::clone(&self.core().statistics)
+    }
+
     /// Begins a request; its completion comes from [`Disk::poll`], which has to be called after a batch of these: it is what
     /// hands the transfers to the host.
     pub fn submit(&mut self, request: Request) {
@@ -319,7 +341,7 @@ impl Disk {
             Some(_) => self.executor.start(Work::Guest(request)),
             None => {
                 let Request { tag, op } = request;
-                let result = task::complete(self.core().run(&op));
+                let result = task::complete(self.core().run_counted(&op));
                 Some(Outcome::Guest(Completion::new(tag, result, op)))
             }
         };
@@ -345,7 +367,8 @@ impl Disk {
         if let Some(timer) = &self.timer {
             timer.clear_due();
         }
-        while let Some((request, _)) = self.admission.as_mut().and_then(Admission::next) {
+        while let Some((request, waited)) = self.admission.as_mut().and_then(Admission::next) {
+            self.core().statistics.count_wait(waited);
             self.start(request);
         }
         self.turn(false);
@@ -404,7 +427,7 @@ impl Disk {
             }
         }
         let core = self.executor.shared();
-        self.drive(core.run(op))
+        self.drive(core.run_counted(op))
     }
 
     /// Makes everything durable and lets go of the images.
@@ -501,12 +524,7 @@ impl Disk {
 
     /// The disk as it is read, whose top the caller has locked; see [`Chain::open_locked`].
     pub(crate) fn open_locked(spec: &DiskSpec) -> Result<Self, Error> {
-        Ok(Self::new(
-            Chain::open_locked(spec)?,
-            spec,
-            None,
-            DetectZeroes::Off,
-        ))
+        Ok(Self::new(Chain::open_locked(spec)?, spec, None))
     }
 
     /// The top image over something else than its header says; see [`Chain::open_over`].
@@ -519,7 +537,6 @@ impl Disk {
             Chain::open_over(&spec.top, below)?,
             &written,
             None,
-            DetectZeroes::Off,
         ))
     }
 
@@ -651,6 +668,14 @@ fn writable_layers(spec: &DiskSpec, options: &DiskOptions) -> Result<usize, Erro
 }
 
 impl Core {
+    async fn run_counted(&self, op: &Op) -> Result<(), IoError> {
+        let begin = timer::now();
+        let result = self.run(op).await;
+        let nanos = timer::now().saturating_sub(begin);
+        self.statistics.count(op, nanos, &result);
+        result
+    }
+
     async fn run(&self, op: &Op) -> Result<(), IoError> {
         match op {
             Op::Read { offset, buffers } => {

@@ -13,7 +13,7 @@ use drover_api::definition::DiskConfig;
 use drover_api::disks::{JobChange, JobKind, JobRequest, JobState, JobView};
 use drover_api::server::Reply;
 use drover_api::types::{ApiError, ErrorCode, EventKind};
-use drover_block::{Job, JobHandle};
+use drover_block::{Job, JobHandle, lease};
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::Control;
@@ -342,7 +342,12 @@ impl Control {
             let finished = taken.and_then(|taken| {
                 Self::close_taken(taken)?;
                 let disks = &control.machine()?.config().disks;
-                if let Some(left) = disks.get(index).map(|disk| left_of(disk, kind)) {
+                if let Some(disk) = disks.get(index) {
+                    let left = left_of(disk, kind);
+                    if kind == JobKind::Commit {
+                        // The layer below does not go on in the overlay any more.
+                        lease::restore(&left.path, &disk.path).map_err(unavailable)?;
+                    }
                     control.set_disks([(index, &left)].into_iter());
                 }
                 control.set_commit_below(index, false);

@@ -231,6 +231,43 @@ fn a_backing_file_named_only_by_a_header_needs_leave() {
 }
 
 #[test]
+fn failures_name_the_option_that_helps() {
+    let scene = Scene::new();
+    for (line, helps) in [
+        (
+            "resize top.qcow2 1MiB --format qcow2 --allow-backing",
+            "--shrink",
+        ),
+        (
+            "commit top.qcow2 --format qcow2 --allow-backing",
+            "--backing",
+        ),
+        ("info other.raw --format qcow2", "--format raw"),
+        (
+            "import other.raw made.raw --format raw --to raw --max-size 1MiB",
+            "--max-size",
+        ),
+        ("create top.qcow2 1MiB --format qcow2", "another name"),
+        (
+            "import top.qcow2 made.raw --format qcow2 --to raw",
+            "flatten",
+        ),
+        (
+            "import other.raw made.raw --format raw --to raw --compressed zst",
+            "packing",
+        ),
+    ] {
+        let output = scene.run(line);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{line}: {errors}");
+        assert!(
+            errors.contains(helps) && !errors.contains('`') || helps == "flatten",
+            "{line}: {errors}"
+        );
+    }
+}
+
+#[test]
 fn options_of_a_new_image_are_those_that_it_has() {
     let scene = Scene::new();
     scene.ok("create a.qcow2 1GiB --format qcow2 --cluster-size 32KiB --refcount-bits 8 --extended-l2 --lazy-refcounts --compression zstd");

@@ -6,7 +6,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use drover_block::{Disk, Format};
+use drover_block::lease::{self, LeaseRequest};
+use drover_block::{Disk, DiskOptions, Format};
 
 use scene::{OVERLAY, Scene};
 
@@ -228,6 +229,62 @@ fn a_backing_file_named_only_by_a_header_needs_leave() {
         chain.contains("base.raw") && chain.contains("16 KiB"),
         "{chain}"
     );
+}
+
+#[test]
+fn a_lease_is_shown_respected_and_broken_when_nobody_uses_the_image() {
+    let scene = Scene::new();
+    more(&scene);
+    assert_eq!(scene.ok("lease show top.qcow2"), "none\n");
+    let options = DiskOptions {
+        lease: Some(LeaseRequest {
+            owner: "vm7".to_owned(),
+        }),
+        ..DiskOptions::default()
+    };
+    let spec = scene.spec("top.qcow2", Format::Qcow2, &["base.raw"], false);
+    let disk = Disk::open_with(&spec, options).unwrap();
+    assert!(scene.ok("lease show top.qcow2").contains("held by `vm7`"));
+    let before = scene.files();
+    let output = scene.run("lease break top.qcow2");
+    assert!(!output.status.success() && scene.files() == before);
+    disk.close_keeping_lease().unwrap();
+    // The process that has it still runs, though it has closed the image.
+    for line in writing() {
+        refused(&scene, &line, &["held by `vm7`", "File exists"]);
+    }
+    for line in reading() {
+        let output = scene.run(&line);
+        assert!(output.status.code() < Some(2), "{line}: {output:?}");
+    }
+    assert!(
+        scene
+            .ok("info top.qcow2 --format qcow2")
+            .contains("held by `vm7`")
+    );
+    lease::give_back(&scene.path("top.qcow2")).unwrap();
+    assert!(scene.ok("lease show top.qcow2").contains("free"));
+    // An image that goes on in an overlay is not written, until it is known that the overlay is gone.
+    lease::supersede(&scene.path("top.qcow2"), &scene.path("gone.qcow2")).unwrap();
+    for line in writing() {
+        refused(&scene, &line, &["goes on in the overlay", "File exists"]);
+    }
+    scene.ok("lease break top.qcow2");
+    scene.ok("resize top.qcow2 16MiB --format qcow2 --allow-backing");
+}
+
+#[test]
+fn a_commit_gives_the_image_below_back() {
+    let scene = Scene::new();
+    lease::supersede(&scene.path("base.raw"), &scene.path("top.qcow2")).unwrap();
+    assert!(
+        !scene
+            .run("resize base.raw 16MiB --format raw")
+            .status
+            .success()
+    );
+    scene.ok(&format!("commit top.qcow2 {OVERLAY}"));
+    scene.ok("resize base.raw 16MiB --format raw");
 }
 
 #[test]

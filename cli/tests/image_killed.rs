@@ -184,5 +184,21 @@ fn killed_creations_and_resizes_are_done_again() {
             );
         }
         scene.reads("top.qcow2", Format::Qcow2, &["base.raw"], &scene.bytes);
+        let line = "create made.qcow2 1TiB --format qcow2";
+        let mut child = scene.command(line).spawn().unwrap();
+        std::thread::sleep(after);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        // It is there whole, or not at all.
+        if !scene.path("made.qcow2").exists() {
+            scene.ok(line);
+        }
+        assert!(
+            image::check(&scene.path("made.qcow2"), Format::Qcow2)
+                .unwrap()
+                .is_clean()
+        );
+        std::fs::remove_file(scene.path("made.qcow2")).unwrap();
+        nothing_left(&scene);
     }
 }

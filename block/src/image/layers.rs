@@ -14,8 +14,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::job::Monitor;
 use crate::error::{Error, ErrorKind};
+use crate::lease;
 use crate::options::DiskOptions;
-use crate::{Disk, DiskSpec, Format, Job, JobState};
+use crate::{Backing, Disk, DiskSpec, Format, Job, JobState};
 
 /// The longest pause at a time, so that a job can be cancelled soon.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -34,7 +35,15 @@ pub fn commit(spec: &DiskSpec, monitor: &mut dyn Monitor) -> Result<(), Error> {
         read_only: false,
         ..spec.clone()
     };
-    run(Disk::open_with(&disk, options)?, Job::Commit, monitor)
+    run(Disk::open_with(&disk, options)?, Job::Commit, monitor)?;
+    // The image below stands for itself again.
+    if let Backing::Explicit(layers) = &spec.backing
+        && let Some(below) = layers.first()
+        && below.path.is_file()
+    {
+        lease::restore(&below.path, &spec.top.path)?;
+    }
+    Ok(())
 }
 
 /// Copies what the layers below have, and the top does not hide, into the top image, which then needs no backing file.

@@ -261,11 +261,14 @@ fn check_stated(above: &Image, layer: &Layer) -> Result<(), Error> {
     let Some(header) = above.header() else {
         return refuse("a raw image has no backing files".into());
     };
-    let Some(format) = header
-        .backing
-        .as_ref()
-        .and_then(|backing| backing.format.as_deref())
-    else {
+    let Some(backing) = &header.backing else {
+        // Where it has nothing it reads as zero, and whoever discarded there relied on that.
+        return refuse(format!(
+            "its header names no backing file, so it has none (it may have been flattened): do not list `{}` below it",
+            layer.path.display()
+        ));
+    };
+    let Some(format) = backing.format.as_deref() else {
         return Ok(());
     };
     let stated = match layer.format {

@@ -14,6 +14,7 @@
 //! | [`pci`] | the transport |
 //! | [`worker`] | the thread of a device: one wait point, reset and activation as messages |
 //! | [`queue`] | a virtqueue as the thread that serves it sees it |
+//! | [`journal`] | which requests are under way, noted in memory that outlives the process |
 //! | [`memory`] | checked pieces of guest memory and the system calls on them; with `net::sys`, all the `unsafe` there is |
 //! | [`balloon`], [`block`], [`console`], [`net`], [`rng`], [`vsock`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
 //! | [`vhost_user_blk`] | a disk whose queues another process serves |
@@ -22,6 +23,7 @@
 pub mod balloon;
 pub mod block;
 pub mod console;
+pub mod journal;
 pub mod memory;
 pub mod net;
 pub mod pci;
@@ -78,6 +80,8 @@ pub struct ActiveQueue {
     pub queue: Queue,
     /// Readable when the driver notified the queue.
     pub doorbell: EventFd,
+    /// A record of what is under way, for queues that another process may have to go on with.
+    pub tracking: Option<journal::Tracking>,
 }
 
 /// All that a device gets when the driver sets DRIVER_OK.

@@ -9,6 +9,7 @@ pub mod lab;
 pub mod lifecycle;
 pub mod net;
 pub mod shared_base;
+pub mod vhost_user;
 pub mod worker;
 
 use std::path::PathBuf;
@@ -100,6 +101,7 @@ pub fn all() -> impl Iterator<Item = &'static Story> {
         held::STORIES,
         shared_base::STORIES,
         net::STORIES,
+        vhost_user::STORIES,
         worker::STORIES,
         bad_input::STORIES,
     ]

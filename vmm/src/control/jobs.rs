@@ -340,7 +340,11 @@ impl Control {
     fn finish_job(&mut self, id: u64, index: usize, kind: JobKind) {
         self.exchange(vec![index], Flush::Must, move |control, taken| {
             let finished = taken.and_then(|taken| {
-                Self::close_taken(taken)?;
+                if let Err(error) = Self::close_taken(taken) {
+                    // What cannot be opened again is told by an event.
+                    let _ = control.open_again(index);
+                    return Err(error);
+                }
                 let disks = &control.machine()?.config().disks;
                 let Some(disk) = disks.get(index) else {
                     return Err(ApiError::no_vm());

@@ -45,6 +45,21 @@ fn calls(subcommand: &str, held: &str, base: &str, spare: &str) -> Option<Vec<Ve
             call(&[&[held, spare], &plain, &chain, &["--to", "raw"]]),
             call(&[&[base, held], &plain, &["--to", "qcow2"]]),
         ],
+        "repair" => vec![call(&[&[held], &plain])],
+        "rebase" => vec![
+            call(&[&[held], &plain, &chain, &["--onto-nothing"]]),
+            call(&[&[held], &plain, &chain, &["--onto-nothing", "--unsafe"]]),
+        ],
+        "import" => vec![
+            call(&[&[held, spare], &plain, &["--to", "raw"]]),
+            call(&[&[base, held], &plain, &["--to", "qcow2"]]),
+        ],
+        "bench" => vec![
+            call(&[&[held], &plain, &chain, &["--count", "1"]]),
+            call(&[&[held], &plain, &chain, &["--count", "1", "--write"]]),
+        ],
+        "export" => vec![call(&[&[held, "--vhost-user-blk", spare], &plain, &chain])],
+        "lease" => vec![call(&[&["break", held]])],
         "snapshot" => vec![call(&[&[held, spare], &plain])],
         _ => return None,
     })

@@ -24,6 +24,7 @@ use crate::online::{Running, Step, StepEnd};
 use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::task::{self, Executor, Kind, Serve};
+use crate::throttle::Admission;
 use crate::timer::Timer;
 use crate::{Backing, DiskSpec};
 
@@ -95,6 +96,9 @@ impl Completion {
 /// Failures of one disk that are logged; later ones are only counted by whoever serves the disk.
 const LOGGED_FAILURES: u32 = 32;
 
+/// How long, in nanoseconds, one who waits for a limit sleeps before it looks after the transfers of others.
+const A_MOMENT: u64 = 5_000_000;
+
 /// What requests share.
 pub(crate) struct Core {
     pub(crate) chain: Chain,
@@ -132,8 +136,10 @@ pub struct Disk {
     pub(crate) executor: Executor<Core, Work, Outcome>,
     /// What transfers wait in; absent with the inline engine.
     pub(crate) queue: Option<Arc<Queue>>,
-    /// What waits for a time: absent with the inline engine, unless a job has been begun.
+    /// What is waited for a time with: absent with the inline engine, unless there are limits or a job has been begun.
     pub(crate) timer: Option<Arc<Timer>>,
+    /// Requests that a limit holds up.
+    admission: Option<Admission>,
     pub(crate) done: Vec<Completion>,
     /// The job under way, its steps that are not over, and those that are and that it has not heard of.
     pub(crate) job: Option<Running>,
@@ -175,13 +181,17 @@ impl Disk {
                     .map_err(|e| Error::io(path, "make an io_uring for", e))?,
             ),
             IoEngine::Threads => {
-                Some(Queue::threads().map_err(|e| Error::io(path, "start threads for", e))?)
+                let queue = Queue::threads(options.thread_start.as_ref());
+                Some(queue.map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
         let mut disk = Self::new(chain, spec, queue);
-        if disk.queue.is_some() {
+        if disk.queue.is_some() || options.throttle.is_some() {
             let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
-            disk.timer = Some(Arc::new(timer));
+            let timer = Arc::new(timer);
+            let throttle = options.throttle.as_ref();
+            disk.admission = throttle.map(|throttle| Admission::new(throttle, &timer));
+            disk.timer = Some(timer);
         }
         if options.commit_below {
             let size = disk.size_bytes();
@@ -190,13 +200,7 @@ impl Disk {
         Ok(disk)
     }
 
-    /// [`Disk::open`] with transfers in an order that `seed` chooses.
-    #[cfg(test)]
-    pub(crate) fn open_shuffled(spec: &DiskSpec, seed: u64) -> Result<Self, Error> {
-        Self::open_shuffled_with(spec, seed, &DiskOptions::default())
-    }
-
-    /// [`Disk::open_shuffled`] with options, of which the engine does not count.
+    /// [`Disk::open_with`] with transfers in an order that `seed` chooses, instead of those of an engine.
     #[cfg(test)]
     pub(crate) fn open_shuffled_with(
         spec: &DiskSpec,
@@ -225,6 +229,7 @@ impl Disk {
             }),
             queue,
             timer: None,
+            admission: None,
             done: Vec::new(),
             job: None,
             steps_running: 0,
@@ -280,6 +285,16 @@ impl Disk {
     /// Begins a request; its completion comes from [`Disk::poll`], which has to be called after a batch of these: it is what
     /// hands the transfers to the host.
     pub fn submit(&mut self, request: Request) {
+        let request = match &mut self.admission {
+            Some(admission) => admission.admit(request),
+            None => Some(request),
+        };
+        if let Some(request) = request {
+            self.start(request);
+        }
+    }
+
+    fn start(&mut self, request: Request) {
         let completion = match &self.queue {
             Some(_) => self.executor.start(Work::Guest(request)),
             None => {
@@ -310,6 +325,9 @@ impl Disk {
         if let Some(timer) = &self.timer {
             timer.clear_due();
         }
+        while let Some((request, _)) = self.admission.as_mut().and_then(Admission::next) {
+            self.start(request);
+        }
         self.turn(false);
         if self.job.is_some() {
             self.pace();
@@ -335,7 +353,17 @@ impl Disk {
     /// Requests submitted whose completion [`Disk::poll`] has not handed out.
     #[must_use]
     pub fn in_flight(&self) -> usize {
-        self.guest_running() + self.done.len()
+        let waiting = self.admission.as_ref().map_or(0, Admission::waiting);
+        waiting + self.guest_running() + self.done.len()
+    }
+
+    /// Begins the requests that wait for a limit, for a disk that is about to be stopped or closed: draining it should take no longer
+    /// than its transfers. What comes later pays for it with a longer wait.
+    pub fn release_waiting(&mut self) {
+        let waiting = self.admission.as_mut().map(Admission::release);
+        for request in waiting.into_iter().flatten() {
+            self.start(request);
+        }
     }
 
     /// Requests that are not over; steps of a job do not count.
@@ -348,6 +376,13 @@ impl Disk {
     /// # Errors
     /// As its completion would tell.
     pub fn execute(&mut self, op: &Op) -> Result<(), IoError> {
+        let wait = self.admission.as_ref().and_then(|a| a.wait_for(op));
+        while wait.as_ref().is_some_and(|wait| !wait.is_over()) {
+            self.turn(false);
+            if let Some(timer) = &self.timer {
+                timer.sleep(A_MOMENT);
+            }
+        }
         let core = self.executor.shared();
         self.drive(core.run(op))
     }
@@ -364,6 +399,7 @@ impl Disk {
 
     /// Waits for every request and leaves nothing to be done.
     fn settle(&mut self) -> Result<(), IoError> {
+        self.release_waiting();
         while self.executor.running() > 0 {
             self.turn(true);
         }

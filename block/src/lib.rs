@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`disk`](Disk) | requests in, completions out |
 //! | `options` | how a disk works, beside which files it is made of |
+//! | `throttle` | limits on what a disk or a group uses |
 //! | `chain` | which files make up a disk; reading through them |
 //! | `raw`, `qcow2` | the formats |
 //! | `io` | transfers at any alignment, buffered or direct |
@@ -31,6 +32,7 @@ mod options;
 mod qcow2;
 mod raw;
 mod task;
+mod throttle;
 mod timer;
 
 #[cfg(test)]
@@ -46,7 +48,10 @@ pub use chain::MAX_LAYERS;
 pub use disk::{Completion, Disk, Op, Request};
 pub use error::{Error, ErrorClass, ErrorKind, IoError};
 pub use online::{Job, JobError, JobHandle, JobProgress, JobState};
-pub use options::{DetectZeroes, DiskOptions, IoEngine};
+pub use options::{DetectZeroes, DiskOptions, IoEngine, ThreadStart};
+pub use throttle::{
+    Burst, Directions, Limit, Limits, LimitsError, MAX_BURST_SECONDS, MAX_RATE, Throttle,
+};
 
 /// The format of an image; always stated, never guessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,9 +1,12 @@
 //! How a disk works, beside which files it is made of: what moves its bytes, what it spares, what it may use.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use crate::budget::CacheBudget;
 use crate::io::queue::Queue;
+use crate::throttle::Throttle;
 
 /// What performs the transfers of a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -51,11 +54,37 @@ pub struct DiskOptions {
     pub engine: IoEngine,
     /// What becomes of zeros that a guest writes.
     pub detect_zeroes: DetectZeroes,
+    /// Limits to keep to, alone or with the other disks that were given the same ones.
+    pub throttle: Option<Arc<Throttle>>,
     /// What the caches of tables may take, together with those of other disks.
     pub cache: CacheBudget,
     /// The layer below the top is written, too, so that the top can be committed to it ([`Job::Commit`](crate::Job::Commit)). It is
     /// made as large as the top when the disk is opened, and has to be listed in the definition.
     pub commit_below: bool,
+    /// Run first by each thread of [`IoEngine::Threads`]: a sandbox narrows itself there.
+    pub thread_start: Option<ThreadStart>,
+}
+
+/// What a thread does first.
+#[derive(Clone)]
+pub struct ThreadStart(Arc<dyn Fn() + Send + Sync>);
+
+impl ThreadStart {
+    /// `start` runs on each new thread, before anything else.
+    #[must_use]
+    pub fn new(start: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(start))
+    }
+
+    pub(crate) fn run(&self) {
+        (self.0)();
+    }
+}
+
+impl std::fmt::Debug for ThreadStart {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ThreadStart")
+    }
 }
 
 impl From<IoEngine> for DiskOptions {

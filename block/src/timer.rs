@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use rustix::event::{PollFd, PollFlags};
 use rustix::time::{
     ClockId, Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec,
 };
@@ -24,7 +25,6 @@ pub(crate) fn now() -> u64 {
 
 /// Who waits.
 #[derive(Clone, Copy, Debug)]
-#[allow(dead_code, reason = "limits and jobs come next")]
 pub(crate) enum Alarm {
     /// Requests that wait for a limit.
     Limit,
@@ -64,7 +64,6 @@ impl Timer {
     }
 
     /// Sets when an alarm goes off, by [`now`]; a time that is over makes it go off at once. `None` clears it.
-    #[allow(dead_code, reason = "limits and jobs come next")]
     pub(crate) fn set(&self, alarm: Alarm, at: Option<u64>) {
         let mut alarms = self.alarms();
         if let Some(slot) = alarms.get_mut(alarm as usize) {
@@ -73,12 +72,37 @@ impl Timer {
         self.arm(&alarms);
     }
 
+    /// Sets an alarm to a time if it would go off later than that, or not at all.
+    pub(crate) fn advance(&self, alarm: Alarm, at: u64) {
+        let mut alarms = self.alarms();
+        if let Some(slot) = alarms.get_mut(alarm as usize) {
+            *slot = at.min(*slot);
+        }
+        self.arm(&alarms);
+    }
+
+    /// Sleeps until the earliest alarm, or for `patience` nanoseconds if that is sooner, and clears what is due.
+    pub(crate) fn sleep(&self, patience: u64) {
+        let mut poll = [PollFd::new(&self.fd, PollFlags::IN)];
+        let patience = Timespec {
+            tv_sec: i64::try_from(patience / NANOS).unwrap_or(i64::MAX),
+            tv_nsec: i64::try_from(patience % NANOS).unwrap_or(0),
+        };
+        // However it ends, the caller looks again.
+        let _ = rustix::event::poll(&mut poll, Some(&patience));
+        self.clear_due();
+    }
+
     /// Clears the alarms whose time is over; whether there were any. Costs nothing while none is set.
     pub(crate) fn clear_due(&self) -> bool {
         if self.earliest.load(Ordering::Acquire) == NEVER {
             return false;
         }
-        let now = now();
+        self.clear_due_at(now())
+    }
+
+    /// [`Timer::clear_due`] at a time.
+    pub(crate) fn clear_due_at(&self, now: u64) -> bool {
         let mut alarms = self.alarms();
         let mut any = false;
         for at in alarms.iter_mut().filter(|at| **at <= now) {
@@ -89,6 +113,12 @@ impl Timer {
             self.arm(&alarms);
         }
         any
+    }
+
+    /// The earliest alarm.
+    #[cfg(test)]
+    pub(crate) fn earliest(&self) -> u64 {
+        self.earliest.load(Ordering::Acquire)
     }
 
     fn arm(&self, alarms: &[u64; ALARMS]) {
@@ -122,7 +152,7 @@ impl Timer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::event::{PollFd, PollFlags, Timespec as Wait};
+    use rustix::event::Timespec as Wait;
 
     fn readable(timer: &Timer, patience_ms: i64) -> bool {
         let fd = timer.fd();

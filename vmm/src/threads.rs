@@ -6,6 +6,7 @@
 //! | api | HTTP server | sockets and epoll |
 //! | vcpu | vcpu-N | KVM ioctls, signals |
 //! | disk, net, slow | device threads | their files' reads and writes, epoll |
+//! | pool | block-io-N, of disks that use no io_uring | transfers of files that are open |
 //!
 //! A thread starts with its creator's filter and can only narrow it further. The policies are compiled when Drover is built, so that
 //! starting a thread costs two system calls.
@@ -13,6 +14,7 @@
 use std::io;
 use std::thread::{Builder, JoinHandle};
 
+use drover_block::ThreadStart;
 use drover_devices::thread::{ThreadRole, Threads};
 use seccompiler::{BpfProgram, sock_filter};
 
@@ -27,6 +29,8 @@ pub enum Role {
     Vcpu,
     /// Serves a disk.
     Disk,
+    /// Makes a disk's transfers, where that is left to a pool of threads.
+    Pool,
     /// Serves a network queue pair.
     Net,
     /// Serves a slow device.
@@ -35,11 +39,12 @@ pub enum Role {
 
 impl Role {
     /// All of them.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Control,
         Self::Api,
         Self::Vcpu,
         Self::Disk,
+        Self::Pool,
         Self::Net,
         Self::Slow,
     ];
@@ -50,6 +55,7 @@ impl Role {
             Self::Api => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-api")),
             Self::Vcpu => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-vcpu")),
             Self::Disk => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-disk")),
+            Self::Pool => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-pool")),
             Self::Net => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-net")),
             Self::Slow => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-slow")),
         }
@@ -136,6 +142,18 @@ impl ThreadStarter {
     /// Threads under `sandbox`.
     pub fn new(sandbox: Sandbox) -> Self {
         Self { sandbox }
+    }
+
+    /// What each thread of a disk's pool does first: it narrows itself. The process ends where that fails, since the pool would go on
+    /// without a policy.
+    pub fn pool_start(&self) -> ThreadStart {
+        let sandbox = self.sandbox;
+        ThreadStart::new(move || {
+            if let Err(error) = narrow(Role::Pool, sandbox) {
+                tracing::error!(%error, "a disk's thread cannot be narrowed");
+                std::process::abort();
+            }
+        })
     }
 
     /// Starts `body` on a thread called `name` (at most 15 bytes are kept).

@@ -9,7 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use drover_api::definition::{
     BackingConfig, BootConfig, ByteSize, CacheMode, DefinitionError, DiscardMode, DiskConfig,
-    ImageFormat, NetConfig, SerialConfig, TapConfig, VmConfig,
+    ImageFormat, IoMode, NetConfig, SerialConfig, TapConfig, VmConfig,
 };
 use drover_block::{Format, image};
 use serde_json::Value;
@@ -180,6 +180,7 @@ impl Plan {
             memory: config.memory.clone(),
             boot,
             disks: vec![root_disk(definition, &dir, &base)?, seed_disk(&dir)],
+            limit_groups: Vec::new(),
             nets: net.into_iter().collect(),
             serial: SerialConfig::Socket {
                 path: dir.console_socket(),
@@ -348,33 +349,21 @@ fn root_disk(definition: &Definition, dir: &WorkerDir, base: &Path) -> Result<Di
         });
     }
     Ok(DiskConfig {
-        id: "root".to_owned(),
-        path: dir.overlay(),
-        format: ImageFormat::Qcow2,
-        read_only: false,
         backing,
-        allow_header_backing: false,
-        cache: CacheMode::Direct,
-        discard: DiscardMode::Unmap,
-        serial: None,
-        queues: 1,
         queue_size: QUEUE_SIZE,
+        ..DiskConfig::new("root", dir.overlay(), ImageFormat::Qcow2)
     })
 }
 
 fn seed_disk(dir: &WorkerDir) -> DiskConfig {
     DiskConfig {
-        id: "seed".to_owned(),
-        path: dir.seed(),
-        format: ImageFormat::Raw,
         read_only: true,
-        backing: Vec::new(),
-        allow_header_backing: false,
         cache: CacheMode::Buffered,
         discard: DiscardMode::Ignore,
-        serial: None,
-        queues: 1,
         queue_size: QUEUE_SIZE,
+        // Its few blocks are read while the guest boots: nothing is gained by having more than one under way.
+        io: IoMode::Inline,
+        ..DiskConfig::new("seed", dir.seed(), ImageFormat::Raw)
     }
 }
 

@@ -75,6 +75,14 @@ const CONFLICTS: &[Conflict] = &[
     },
     Conflict {
         find: |vm| {
+            disk(vm, "limit_group", |d| {
+                d.limit_group.is_some() && d.limits.is_some()
+            })
+        },
+        why: "a disk keeps to `limits` of its own or to those of a group, never both",
+    },
+    Conflict {
+        find: |vm| {
             vm.disks.iter().enumerate().find_map(|(index, disk)| {
                 let same = |other: &DiskConfig| {
                     other.path == disk.path && !(other.read_only && disk.read_only)

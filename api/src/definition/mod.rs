@@ -10,6 +10,7 @@
 //! Every error is a [`DefinitionError`]: one line that names the source and the field's path.
 
 mod conflicts;
+mod disk;
 mod document;
 mod error;
 mod mac;
@@ -24,6 +25,10 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+pub use disk::{
+    BackingConfig, Burst, CacheMode, DetectZeroes, DiscardMode, DiskConfig, ErrorConfig,
+    ImageFormat, IoMode, LimitGroup, LimitsConfig, OnError, RateLimit,
+};
 pub use error::DefinitionError;
 pub use mac::{MacAddress, MacAddressError};
 pub use parse::{parse, parse_as};
@@ -55,6 +60,9 @@ pub struct VmConfig {
     /// Disks, in the order in which the guest sees them.
     #[serde(default)]
     pub disks: Vec<DiskConfig>,
+    /// Limits that several disks keep to together.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub limit_groups: Vec<LimitGroup>,
     /// Network cards, in the order in which the guest sees them.
     #[serde(default)]
     pub nets: Vec<NetConfig>,
@@ -68,6 +76,14 @@ pub struct VmConfig {
 
 fn yes() -> bool {
     true
+}
+
+fn one() -> u16 {
+    1
+}
+
+fn queue_size() -> u16 {
+    256
 }
 
 /// Processors of a VM.
@@ -162,116 +178,6 @@ pub struct BootConfig {
     #[serde(default)]
     #[cfg_attr(feature = "server", schema(max_length = 2047))]
     pub cmdline: String,
-}
-
-/// The format of an image; always stated, never guessed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
-#[serde(rename_all = "lowercase")]
-pub enum ImageFormat {
-    /// Bytes as they are.
-    Raw,
-    /// QEMU's copy-on-write format, versions 2 and 3.
-    Qcow2,
-}
-
-/// How an image file is cached on the host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
-#[serde(rename_all = "lowercase")]
-pub enum CacheMode {
-    /// Past the host's page cache (O_DIRECT).
-    Direct,
-    /// Through the host's page cache.
-    Buffered,
-}
-
-/// What a guest's discard does.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
-#[serde(rename_all = "lowercase")]
-pub enum DiscardMode {
-    /// Gives the space back to the host.
-    #[default]
-    Unmap,
-    /// Not offered to the guest.
-    Ignore,
-}
-
-/// A disk.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
-#[serde(deny_unknown_fields)]
-pub struct DiskConfig {
-    /// Its name in the API and in messages, unique in the VM.
-    #[cfg_attr(
-        feature = "server",
-        schema(pattern = "^[A-Za-z0-9][-A-Za-z0-9_.]{0,31}$")
-    )]
-    pub id: String,
-    /// The image, or a block device.
-    #[cfg_attr(feature = "server", schema(value_type = String, min_length = 1, max_length = 4095))]
-    pub path: PathBuf,
-    /// The image's format.
-    pub format: ImageFormat,
-    /// Refuse writes.
-    #[serde(default)]
-    pub read_only: bool,
-    /// The layers below, nearest first. Replaces whatever the image's header says.
-    #[serde(default)]
-    pub backing: Vec<BackingConfig>,
-    /// Allow the header to name backing files (plain paths below the image's own folder). Never with `backing`.
-    #[serde(default)]
-    pub allow_header_backing: bool,
-    /// Cache of the top layer.
-    #[serde(default = "direct")]
-    pub cache: CacheMode,
-    /// What a discard does.
-    #[serde(default)]
-    pub discard: DiscardMode,
-    /// Serial number that the guest sees, at most 20 bytes; the id where absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "server", schema(max_length = 20))]
-    pub serial: Option<String>,
-    /// Request queues, 1 to 64.
-    #[serde(default = "one")]
-    #[cfg_attr(feature = "server", schema(minimum = 1, maximum = 64))]
-    pub queues: u16,
-    /// Entries of a queue: a power of two, 2 to 1024.
-    #[serde(default = "queue_size")]
-    #[cfg_attr(feature = "server", schema(minimum = 2, maximum = 1024))]
-    pub queue_size: u16,
-}
-
-fn direct() -> CacheMode {
-    CacheMode::Direct
-}
-
-fn buffered() -> CacheMode {
-    CacheMode::Buffered
-}
-
-fn one() -> u16 {
-    1
-}
-
-fn queue_size() -> u16 {
-    256
-}
-
-/// A read-only layer below a disk.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
-#[serde(deny_unknown_fields)]
-pub struct BackingConfig {
-    /// The image, or a block device.
-    #[cfg_attr(feature = "server", schema(value_type = String, min_length = 1, max_length = 4095))]
-    pub path: PathBuf,
-    /// Its format.
-    pub format: ImageFormat,
-    /// Its cache; buffered where absent, so that VMs on one base share it.
-    #[serde(default = "buffered")]
-    pub cache: CacheMode,
 }
 
 /// A network card.

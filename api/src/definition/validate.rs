@@ -36,6 +36,12 @@ pub mod limits {
     pub const DISK_SERIAL: usize = 20;
     /// Layers below a disk.
     pub const BACKING: usize = 64;
+    /// A limit's rate, a second.
+    pub const RATE: RangeInclusive<u64> = 1..=1 << 50;
+    /// How long a burst lasts.
+    pub const BURST_SECONDS: RangeInclusive<u64> = 1..=86_400;
+    /// Groups of limits.
+    pub const LIMIT_GROUPS: usize = 30;
     /// Request queues of a disk.
     pub const DISK_QUEUES: RangeInclusive<u64> = 1..=64;
     /// Queue pairs of a network card.
@@ -82,6 +88,7 @@ impl VmConfig {
         for (index, disk) in self.disks.iter().enumerate() {
             disk.check(&format!("disks[{index}]"))?;
         }
+        self.check_limit_groups()?;
         for (index, net) in self.nets.iter().enumerate() {
             net.check(&format!("nets[{index}]"))?;
         }
@@ -95,6 +102,40 @@ impl VmConfig {
             )));
         }
         conflicts::check(self)
+    }
+
+    fn check_limit_groups(&self) -> Result {
+        let groups = &self.limit_groups;
+        if groups.len() > limits::LIMIT_GROUPS {
+            return refuse(
+                "limit_groups",
+                format!(
+                    "{} are too many, at most {}",
+                    groups.len(),
+                    limits::LIMIT_GROUPS
+                ),
+            );
+        }
+        for (index, group) in groups.iter().enumerate() {
+            check_id(&format!("limit_groups[{index}].id"), &group.id)?;
+            group
+                .limits
+                .check(&format!("limit_groups[{index}].limits"))?;
+        }
+        let ids = groups.iter().enumerate();
+        unique(ids.map(|(i, group)| (format!("limit_groups[{i}].id"), &group.id)))?;
+        for (index, disk) in self.disks.iter().enumerate() {
+            let Some(wanted) = &disk.limit_group else {
+                continue;
+            };
+            if !groups.iter().any(|group| group.id == *wanted) {
+                return refuse(
+                    format!("disks[{index}].limit_group"),
+                    format!("there is no \"{wanted}\" among limit_groups"),
+                );
+            }
+        }
+        Ok(())
     }
 
     fn check_serial(&self) -> Result {
@@ -219,6 +260,9 @@ impl DiskConfig {
                 ),
             );
         }
+        if let Some(limits) = &self.limits {
+            limits.check(&format!("{at}.limits"))?;
+        }
         within(&format!("{at}.queues"), self.queues, &limits::DISK_QUEUES)?;
         check_queue_size(at, self.queue_size)
     }
@@ -285,7 +329,7 @@ fn check_cmdline(cmdline: &str) -> Result {
     }
 }
 
-fn check_path(field: &str, path: &Path) -> Result {
+pub(crate) fn check_path(field: &str, path: &Path) -> Result {
     let bytes = path.as_os_str().as_encoded_bytes();
     if bytes.is_empty() {
         return refuse(field, "the path is empty");

@@ -100,36 +100,56 @@ impl Merged {
     }
 
     /// Where the first bytes of a range are, if that is known; at most `length` (not 0) of them.
-    pub(super) async fn find(&self, layers: &[Image], offset: u64, length: u64) -> Answer {
+    pub(super) async fn find(
+        &self,
+        layers: &[Image],
+        offset: u64,
+        length: u64,
+    ) -> Result<Answer, IoError> {
         let number = offset >> self.piece_bits;
         if let Some(answer) = self.look(number, offset, length) {
             self.counts.hit();
-            return answer;
+            return Ok(answer);
         }
         // Whoever wants the same piece waits for it.
         let _turn = self.making.hold(number..number + 1, Kind::Exclusive).await;
         if self.look(number, offset, length).is_none() {
-            let Ok(runs) = self.make(layers, number).await else {
-                // A table that cannot be read: only those who need it shall hear of it.
-                return Answer::Unknown;
-            };
+            let made = self.make(layers, number).await;
             self.counts.miss();
-            let mut pieces = self.pieces.borrow_mut();
-            let bytes = size(&runs);
-            let mut given = 0;
-            while !self.account.admits(bytes) && given < 2 * bytes {
-                let Some(oldest) = pieces.oldest(0) else {
-                    break;
-                };
-                let gone = pieces.remove(oldest).map_or(0, |runs| size(&runs));
-                self.account.give(gone);
-                given += gone;
+            match made {
+                Ok(runs) => self.keep(number, runs),
+                Err(error) => {
+                    // A table that cannot be read: from now on only those who need it shall hear of it.
+                    let unknown = Run {
+                        host: 0,
+                        start: 0,
+                        sectors: 0,
+                        layer: 0,
+                        what: What::Unknown,
+                    };
+                    self.keep(number, Box::new([unknown]));
+                    return Err(error);
+                }
             }
-            self.account.take(bytes);
-            pieces.insert(number, runs, 0);
         }
         let found = self.look(number, offset, length);
-        found.unwrap_or(Answer::Unknown)
+        Ok(found.unwrap_or(Answer::Unknown))
+    }
+
+    fn keep(&self, number: u64, runs: Box<[Run]>) {
+        let mut pieces = self.pieces.borrow_mut();
+        let bytes = size(&runs);
+        let mut given = 0;
+        while !self.account.admits(bytes) && given < 2 * bytes {
+            let Some(oldest) = pieces.oldest(0) else {
+                break;
+            };
+            let gone = pieces.remove(oldest).map_or(0, |runs| size(&runs));
+            self.account.give(gone);
+            given += gone;
+        }
+        self.account.take(bytes);
+        pieces.insert(number, runs, 0);
     }
 
     fn look(&self, number: u64, offset: u64, length: u64) -> Option<Answer> {

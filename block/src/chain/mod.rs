@@ -244,7 +244,7 @@ impl Chain {
             }
             length = inside;
             if let Some(merged) = merged.take_if(|merged| merged.first() == depth)
-                && let Answer::Located(located) = merged.find(&self.layers, offset, length).await
+                && let Answer::Located(located) = merged.find(&self.layers, offset, length).await?
             {
                 return Ok(located);
             }

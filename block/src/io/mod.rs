@@ -11,6 +11,7 @@
 
 mod bounce;
 mod inline;
+mod pace;
 mod pool;
 pub(crate) mod queue;
 mod ring;

@@ -5,7 +5,8 @@
 //!                                                  └─ eventfd, written when the first result of a batch arrives
 //! ```
 //!
-//! Threads are made when the pool is, so that they inherit the sandbox of that moment and none is ever started later.
+//! Threads are made when the pool is, so that they inherit the sandbox of that moment and none is ever started later. Each can narrow it
+//! before anything else ([`ThreadStart`]).
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,6 +18,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags};
 
 use super::queue::USUAL;
 use super::sys::{Call, perform};
+use crate::options::ThreadStart;
 
 /// Calls that are performed at the same time.
 const THREADS: usize = 8;
@@ -43,7 +45,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Pool {
-    pub(super) fn new() -> io::Result<Self> {
+    pub(super) fn new(start: Option<&ThreadStart>) -> io::Result<Self> {
         let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let shared = Arc::new(Shared {
             jobs: Mutex::new(Jobs {
@@ -61,9 +63,13 @@ impl Pool {
         for n in 0..THREADS {
             let shared = Arc::clone(&pool.shared);
             let name = format!("block-io-{n}");
-            let worker = std::thread::Builder::new()
-                .name(name)
-                .spawn(move || work(&shared))?;
+            let start = start.cloned();
+            let worker = std::thread::Builder::new().name(name).spawn(move || {
+                if let Some(start) = start {
+                    start.run();
+                }
+                work(&shared);
+            })?;
             pool.workers.push(worker);
         }
         Ok(pool)

@@ -6,8 +6,7 @@
 //!   └──wake── entry: done(result) <──────────turn()──┘
 //! ```
 //!
-//! A transfer that is alone is made on the spot, as long as the last such took no longer than handing it over would have
-//! ([`ALONE`]): what is in the host's memory is not worth waking somebody for.
+//! What is in the host's memory is not worth waking somebody for: such transfers are made on the spot ([`super::pace`]).
 //!
 //! A transfer's memory must stay where it is until the call is over: a future that is dropped before waits for it.
 #![allow(unsafe_code)]
@@ -19,17 +18,18 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
 
 use rustix::fs::FallocateFlags;
 
 use super::FileIo;
+use super::pace::Paces;
 use super::pool::Pool;
 use super::ring::Ring;
 #[cfg(test)]
 use super::shuffle::Shuffle;
-use super::sys::{Action, Call, perform};
+use super::sys::{Action, Call};
 use crate::buffers::RawSlice;
+use crate::options::ThreadStart;
 
 /// Calls under way for which there is room from the beginning.
 pub(super) const USUAL: usize = 256;
@@ -48,12 +48,6 @@ enum Entry {
     Done(i32),
 }
 
-/// A transfer on the spot that took longer than this keeps the next ones from being made so: the file is not in memory, and others
-/// would have to wait.
-const ALONE: Duration = Duration::from_micros(20);
-/// So many calls alone go to the back end before another one is tried on the spot.
-const PATIENCE: u32 = 64;
-
 struct Calls {
     entries: Vec<Entry>,
     free: Vec<usize>,
@@ -62,8 +56,7 @@ struct Calls {
     staged: Vec<(u64, Call)>,
     /// Handed over and not delivered.
     under_way: usize,
-    /// Calls alone that are still to go to the back end.
-    patience: u32,
+    paces: Paces,
     /// Results on their way from the back end to the entries.
     results: Vec<(u64, i32)>,
 }
@@ -81,8 +74,8 @@ impl Queue {
     }
 
     /// Calls performed by threads.
-    pub(crate) fn threads() -> io::Result<Self> {
-        Ok(Self::new(Back::Pool(Pool::new()?)))
+    pub(crate) fn threads(start: Option<&ThreadStart>) -> io::Result<Self> {
+        Ok(Self::new(Back::Pool(Pool::new(start)?)))
     }
 
     /// Calls performed in an order that a test's random numbers choose.
@@ -105,7 +98,7 @@ impl Queue {
                 back,
                 staged: Vec::with_capacity(USUAL),
                 under_way: 0,
-                patience: 0,
+                paces: Paces::default(),
                 results: Vec::with_capacity(USUAL),
             }),
             event,
@@ -155,11 +148,11 @@ impl Calls {
     }
 
     fn turn(&mut self, wait: bool) -> io::Result<()> {
-        let on_the_spot = self.perform_alone();
+        self.paces.turn(self.staged.len(), self.under_way > 0);
         let result = self.hand_over();
         let result = result.and_then(|()| {
             // What is over already is worth more than waiting for the rest.
-            let wait = wait && !on_the_spot && self.results.is_empty() && self.under_way > 0;
+            let wait = wait && self.results.is_empty() && self.under_way > 0;
             match &mut self.back {
                 Back::Ring(ring) => ring.submit(wait, &mut self.results),
                 Back::Pool(pool) => pool.collect(wait, &mut self.results),
@@ -174,30 +167,14 @@ impl Calls {
         result
     }
 
-    /// Makes a transfer that is alone, if that promises to be quick.
-    fn perform_alone(&mut self) -> bool {
+    /// Makes a transfer on the spot, if that promises to be quick.
+    fn try_now(&mut self, call: &Call) -> Option<i32> {
         #[cfg(test)]
         if matches!(self.back, Back::Shuffle(_)) {
-            return false;
+            return None;
         }
-        let [(token, call)] = self.staged.as_slice() else {
-            return false;
-        };
-        if self.under_way > 0 || !call.is_short() {
-            return false;
-        }
-        if self.patience > 0 {
-            self.patience -= 1;
-            return false;
-        }
-        let start = Instant::now();
-        self.results.push((*token, perform(call)));
-        if start.elapsed() > ALONE {
-            self.patience = PATIENCE;
-        }
-        self.under_way += 1;
-        self.staged.clear();
-        true
+        let others = self.under_way > 0 || !self.staged.is_empty();
+        self.paces.try_now(call, others)
     }
 
     fn hand_over(&mut self) -> io::Result<()> {
@@ -265,6 +242,11 @@ struct Transfer<'a> {
     memory: PhantomData<&'a [RawSlice]>,
 }
 
+/// A system call's result as the kernel gives it: -4095..0 is an error number.
+fn outcome(result: i32) -> io::Result<usize> {
+    usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(result.saturating_neg()))
+}
+
 impl Future for Transfer<'_> {
     type Output = io::Result<usize>;
 
@@ -272,6 +254,9 @@ impl Future for Transfer<'_> {
         let queue = self.queue;
         let mut calls = queue.calls();
         let Some(token) = self.token else {
+            if let Some(result) = calls.try_now(&self.call) {
+                return Poll::Ready(outcome(result));
+            }
             self.token = Some(calls.begin(self.call, context.waker()));
             return Poll::Pending;
         };
@@ -285,10 +270,7 @@ impl Future for Transfer<'_> {
                 calls.free.push(token);
                 drop(calls);
                 self.token = None;
-                Poll::Ready(usize::try_from(result).map_err(|_| {
-                    // -4095..0: an error number.
-                    io::Error::from_raw_os_error(result.saturating_neg())
-                }))
+                Poll::Ready(outcome(result))
             }
             Entry::Waiting(waker) => {
                 if !waker.will_wake(context.waker()) {

@@ -34,12 +34,22 @@ impl Call {
         self.fd
     }
 
-    /// Whether it is a transfer of a few pieces, and not an fdatasync or the like, which take their time.
-    pub(super) fn is_short(&self) -> bool {
-        match self.action {
-            Action::Read { count, .. } | Action::Write { count, .. } => count <= 16,
-            Action::Sync | Action::Allocate { .. } => false,
+    /// The bytes of a transfer of a few pieces and at most `longest` bytes; `None` for others, and for an fdatasync or the like, which take
+    /// their time.
+    pub(super) fn short_transfer(&self, longest: usize) -> Option<usize> {
+        let (slices, count) = match self.action {
+            Action::Read { slices, count, .. } | Action::Write { slices, count, .. } => {
+                (slices, count)
+            }
+            Action::Sync | Action::Allocate { .. } => return None,
+        };
+        if count > 16 {
+            return None;
         }
+        // SAFETY: the slices stay valid until the call is over (`Call::new`).
+        let slices = unsafe { std::slice::from_raw_parts(slices, count) };
+        let bytes = slices.iter().map(RawSlice::length).sum();
+        (bytes <= longest).then_some(bytes)
     }
 
     pub(super) fn action(&self) -> &Action {

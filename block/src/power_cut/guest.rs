@@ -6,7 +6,9 @@ use std::rc::Rc;
 
 use super::scene::{Random, SECTOR, Scene};
 use crate::io::tape::{Event, Tape};
-use crate::{Buffers, Disk, IoEngine, Op, Request, SharedBuffer};
+use crate::{
+    Buffers, Disk, DiskOptions, Error, IoEngine, Job, JobState, Op, Request, SharedBuffer,
+};
 
 /// What the guest did, as the marks on the tape say.
 #[derive(Clone, Debug)]
@@ -32,6 +34,8 @@ pub(super) struct Run {
     /// Most requests under way; 1 with the inline engine.
     pub(super) depth: usize,
     pub(super) with: With,
+    /// What goes on beside the requests, from the beginning.
+    pub(super) job: Option<Job>,
 }
 
 /// What performs the transfers of a run.
@@ -57,11 +61,7 @@ impl Run {
         random: &mut Random,
         tape: &Rc<RefCell<Tape>>,
     ) -> Outcome {
-        let opened = match self.with {
-            With::Shuffled => Disk::open_shuffled(&scene.spec, random.0),
-            With::Engine(engine) => Disk::open_with(&scene.spec, engine),
-        };
-        let disk = match opened {
+        let disk = match self.open(scene, random.0) {
             Ok(disk) => disk,
             Err(error) => {
                 return Outcome {
@@ -70,6 +70,7 @@ impl Run {
                 };
             }
         };
+        let job = disk.job().cloned();
         let mut guest = Guest {
             disk,
             tape: Rc::clone(tape),
@@ -92,6 +93,12 @@ impl Run {
             guest.request(n, random);
         }
         guest.drain();
+        while job.as_ref().is_some_and(|job| !job.state().is_over()) {
+            guest.step();
+        }
+        if let Some(JobState::Failed(error)) = job.map(|job| job.state()) {
+            guest.failures.push(error.to_string());
+        }
         let Guest {
             disk,
             mut deeds,
@@ -106,6 +113,24 @@ impl Run {
             Err(error) => failures.push(error.to_string()),
         }
         Outcome { deeds, failures }
+    }
+
+    fn open(self, scene: &Scene, seed: u64) -> Result<Disk, Error> {
+        let mut options = DiskOptions {
+            commit_below: self.job == Some(Job::Commit),
+            ..DiskOptions::default()
+        };
+        let mut disk = match self.with {
+            With::Shuffled => Disk::open_shuffled_with(&scene.spec, seed, &options)?,
+            With::Engine(engine) => {
+                options.engine = engine;
+                Disk::open_with(&scene.spec, options)?
+            }
+        };
+        if let Some(job) = self.job {
+            disk.begin(job)?;
+        }
+        Ok(disk)
     }
 }
 
@@ -146,6 +171,9 @@ impl Guest {
 
     fn step(&mut self) {
         self.disk.step(true);
+        if self.disk.job().is_some() {
+            self.disk.pace();
+        }
         self.collect();
     }
 
@@ -246,6 +274,9 @@ impl Guest {
             value: certain,
         });
         self.disk.submit(Request { tag, op });
+        if self.disk.queue.is_none() && self.disk.job().is_some() {
+            self.disk.pace();
+        }
         self.collect();
     }
 

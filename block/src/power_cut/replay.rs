@@ -20,6 +20,8 @@ struct Replay<'a> {
     /// The file with the first `settled` changes, all of them durable.
     file: Vec<u8>,
     settled: usize,
+    /// Whether anything has been done to the file on the medium, be it by an earlier cut.
+    written: bool,
     changes: Vec<Change<'a>>,
     by_id: HashMap<usize, usize>,
     /// For every fdatasync under way, the changes that were over when it began.
@@ -31,6 +33,7 @@ impl<'a> Replay<'a> {
         Self {
             file,
             settled: 0,
+            written: false,
             changes: Vec::new(),
             by_id: HashMap::new(),
             syncs: HashMap::new(),
@@ -38,6 +41,7 @@ impl<'a> Replay<'a> {
     }
 
     fn change(&mut self, id: usize, event: &'a Event, over: bool) {
+        self.written = true;
         self.by_id.insert(id, self.changes.len());
         self.changes.push(Change {
             event,
@@ -117,7 +121,7 @@ impl<'a> Medium<'a> {
     /// Leaves the files as a cut now may leave them, and asserts that every image is sound.
     pub(super) fn cut(&self, random: &mut Random, what: &str) {
         for (path, format, replay) in &self.files {
-            if replay.changes.is_empty() {
+            if !replay.written {
                 continue;
             }
             std::fs::write(path, replay.cut(random)).unwrap();
@@ -132,7 +136,7 @@ impl<'a> Medium<'a> {
     /// Asserts that QEMU says of every image that was written what we say.
     pub(super) fn agreed(&self) {
         for (path, format, replay) in &self.files {
-            if *format == Format::Qcow2 && !replay.changes.is_empty() {
+            if *format == Format::Qcow2 && replay.written {
                 agreed(path);
             }
         }

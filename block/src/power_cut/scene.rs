@@ -160,13 +160,13 @@ impl Scene {
         })
     }
 
-    /// Four layers of which the top has a little of everything.
-    pub(super) fn merge(seed: u64) -> Self {
-        let mut scene = Self::chain();
+    /// A scene whose top gets a little of everything.
+    pub(super) fn with_data(mut self, seed: u64) -> Self {
+        let scene = &mut self;
         let mut random = Random(seed);
         let mut disk = Disk::open(&scene.spec).unwrap();
         for n in 0..24u8 {
-            let first = random.below(300) as usize;
+            let first = random.below(scene.initial.len() as u64 - 20) as usize;
             let sectors = first..first + 1 + random.below(19) as usize;
             let (offset, length) = ((first * SECTOR) as u64, sectors.len() * SECTOR);
             let value = if n % 4 == 0 { 0 } else { n };
@@ -186,7 +186,7 @@ impl Scene {
         }
         disk.close().unwrap();
         scene.files[0] = std::fs::read(&scene.spec.top.path).unwrap();
-        scene
+        self
     }
 
     /// Compressed clusters in the base, or in the top image itself, where they share host clusters.
@@ -232,8 +232,8 @@ impl Scene {
         })
     }
 
-    /// Subclusters over a base, with a snapshot.
-    pub(super) fn subclusters() -> Self {
+    /// Subclusters over a base, with or without a snapshot.
+    pub(super) fn subclusters(snapshot: bool) -> Self {
         let size = 160 * 1024;
         Self::build(size, |top, folder| {
             let below = folder.join("base.raw");
@@ -247,7 +247,9 @@ impl Scene {
             image::create_qcow2(top, &options).unwrap();
             let layers = vec![layer(&below, Format::Raw)];
             fill(top, &layers, 50 * 1024, 0x22);
-            qemu("qemu-img", &["snapshot", "-c", "s", text(top)]);
+            if snapshot {
+                qemu("qemu-img", &["snapshot", "-c", "s", text(top)]);
+            }
             layers
         })
     }
@@ -342,11 +344,16 @@ impl Scene {
 
     /// The whole disk, on the layers that its top needs now.
     pub(super) fn read_all(&self) -> Vec<u8> {
+        read_all(&self.spec_now())
+    }
+
+    /// The disk, on the layers that its top needs now.
+    pub(super) fn spec_now(&self) -> DiskSpec {
         let mut spec = self.spec.clone();
         if !self.names_a_backing() {
             spec.backing = Backing::Explicit(vec![]);
         }
-        read_all(&spec)
+        spec
     }
 }
 

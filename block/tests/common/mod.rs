@@ -148,17 +148,20 @@ pub(crate) fn engines() -> Vec<IoEngine> {
 
 /// Sleeps until the disk has something to say, as its owner's event loop would.
 pub(crate) fn wait(disk: &Disk) {
-    if let Some(event) = disk.event() {
-        let mut poll = [PollFd::new(&event, PollFlags::IN)];
-        let patience = Timespec {
-            tv_sec: 30,
-            tv_nsec: 0,
-        };
-        match rustix::event::poll(&mut poll, Some(&patience)) {
-            Ok(0) => panic!("a request has been under way for 30 seconds"),
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => panic!("poll: {error}"),
-        }
+    let (event, timer) = (disk.event(), disk.timer());
+    let watched = event.iter().chain(&timer);
+    let mut poll: Vec<_> = watched.map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+    if poll.is_empty() {
+        return;
+    }
+    let patience = Timespec {
+        tv_sec: 30,
+        tv_nsec: 0,
+    };
+    match rustix::event::poll(&mut poll, Some(&patience)) {
+        Ok(0) => panic!("a request has been under way for 30 seconds"),
+        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Err(error) => panic!("poll: {error}"),
     }
 }
 

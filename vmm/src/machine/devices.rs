@@ -5,10 +5,8 @@ use std::error::Error;
 use std::fs::File;
 use std::sync::Arc;
 
-use drover_api::definition::{
-    BackingConfig, CacheMode, DiscardMode, DiskConfig, ImageFormat, NetConfig, TapConfig, VmConfig,
-};
-use drover_block::{Backing, Cache, Disk, DiskSpec, Format, Layer};
+use drover_api::definition::{NetConfig, TapConfig, VmConfig};
+use drover_block::{Disk, DiskOptions};
 use drover_devices::GuestMemory;
 use drover_devices::bus::Doorbells;
 use drover_devices::interrupt::InterruptController;
@@ -26,6 +24,7 @@ use drover_devices::virtio::rng::Rng;
 use drover_devices::virtio::rng::metrics::RngMetrics;
 
 use super::BuildError;
+use super::disks::{self, LiveDisk, Opener};
 use crate::process::duplicate_inherited;
 
 /// Slot of the first virtio device.
@@ -62,15 +61,25 @@ pub(super) struct Connections<'a> {
     pub(super) threads: &'a dyn Threads,
 }
 
+/// Devices that are on the bus.
+pub(super) struct Connected {
+    /// What reports need of them.
+    pub(super) devices: Vec<Device>,
+    /// The disks, in the definition's order.
+    pub(super) disks: Vec<LiveDisk>,
+    /// The slots that they take.
+    pub(super) slots: Vec<u8>,
+}
+
 /// The files behind a definition's devices. Opening them comes first: it is where most definitions fail, and it needs no VM.
 pub(super) struct Opened {
-    disks: Vec<Disk>,
+    disks: Vec<(Disk, DiskOptions)>,
     nets: Vec<Vec<Tap>>,
     rng: Option<File>,
 }
 
 impl Opened {
-    pub(super) fn open(config: &VmConfig) -> Result<Self, BuildError> {
+    pub(super) fn open(config: &VmConfig, opener: &mut Opener) -> Result<Self, BuildError> {
         let wanted = config.disks.len() + config.nets.len() + usize::from(config.rng);
         let slots = usize::from(LPC_SLOT - FIRST_SLOT);
         if wanted > slots {
@@ -79,8 +88,11 @@ impl Opened {
             )));
         }
         let disks = config.disks.iter().enumerate().map(|(index, disk)| {
-            let source = Disk::open(&disk_spec(disk));
-            source.map_err(|error| BuildError::of(format!("disks[{index}]"))(error.into()))
+            let options = opener.options(disk);
+            let source = disks::open(disk, options.clone());
+            source
+                .map(|disk| (disk, options))
+                .map_err(BuildError::of(format!("disks[{index}]")))
         });
         let nets = config.nets.iter().enumerate().map(|(index, net)| {
             open_taps(net).map_err(BuildError::of(format!("nets[{index}].tap")))
@@ -94,15 +106,16 @@ impl Opened {
         })
     }
 
-    /// Puts all of them on the bus; returns what reports need of them, and the slots that they take.
+    /// Puts all of them on the bus.
     pub(super) fn connect(
         self,
         config: &VmConfig,
         to: &Connections<'_>,
-    ) -> Result<(Vec<Device>, Vec<u8>), BuildError> {
+    ) -> Result<Connected, BuildError> {
         let mut devices = Vec::new();
         let mut slots = FIRST_SLOT..LPC_SLOT;
         let mut taken = Vec::new();
+        let mut live = Vec::new();
         let mut connect = |id: &str, device: Box<dyn VirtioDevice>, metrics| {
             let slot = slots
                 .next()
@@ -116,7 +129,9 @@ impl Opened {
             });
             Ok::<(), BuildError>(())
         };
-        for (index, (disk, config)) in self.disks.into_iter().zip(&config.disks).enumerate() {
+        for (index, ((disk, disk_options), config)) in
+            self.disks.into_iter().zip(&config.disks).enumerate()
+        {
             let field = format!("disks[{index}]");
             let options = BlockOptions {
                 id: config.id.clone(),
@@ -129,6 +144,11 @@ impl Opened {
             let block = Block::new(disk, &options, to.threads)
                 .map_err(|error| BuildError::of(field)(error.into()))?;
             let metrics = DeviceMetrics::Block(block.metrics());
+            live.push(LiveDisk {
+                handle: block.handle(),
+                options: disk_options,
+                missing: None,
+            });
             connect(&config.id, Box::new(block), metrics)?;
         }
         for (index, (taps, net)) in self.nets.into_iter().zip(&config.nets).enumerate() {
@@ -151,7 +171,11 @@ impl Opened {
             let metrics = DeviceMetrics::Rng(rng.metrics());
             connect("rng", Box::new(rng), metrics)?;
         }
-        Ok((devices, taken))
+        Ok(Connected {
+            devices,
+            disks: live,
+            slots: taken,
+        })
     }
 }
 
@@ -173,44 +197,6 @@ impl Connections<'_> {
         let metrics = function.metrics();
         self.pci.add(at, function).map_err(BuildError::host)?;
         Ok(metrics)
-    }
-}
-
-fn format(format: ImageFormat) -> Format {
-    match format {
-        ImageFormat::Raw => Format::Raw,
-        ImageFormat::Qcow2 => Format::Qcow2,
-    }
-}
-
-fn cache(cache: CacheMode) -> Cache {
-    match cache {
-        CacheMode::Direct => Cache::Direct,
-        CacheMode::Buffered => Cache::Buffered,
-    }
-}
-
-fn disk_spec(disk: &DiskConfig) -> DiskSpec {
-    let below = |layer: &BackingConfig| Layer {
-        path: layer.path.clone(),
-        format: format(layer.format),
-        cache: cache(layer.cache),
-    };
-    DiskSpec {
-        top: Layer {
-            path: disk.path.clone(),
-            format: format(disk.format),
-            cache: cache(disk.cache),
-        },
-        backing: if disk.allow_header_backing {
-            Backing::FromHeader {
-                cache: Cache::Buffered,
-            }
-        } else {
-            Backing::Explicit(disk.backing.iter().map(below).collect())
-        },
-        read_only: disk.read_only,
-        discard: disk.discard == DiscardMode::Unmap,
     }
 }
 

@@ -10,6 +10,7 @@
 
 mod chipset;
 pub mod devices;
+pub mod disks;
 mod error;
 mod output;
 mod power;
@@ -30,7 +31,8 @@ use kvm_bindings::CpuId;
 use kvm_ioctls::VcpuFd;
 
 use self::chipset::Chipset;
-use self::devices::{Connections, Device, Opened};
+use self::devices::{Connected, Connections, Device, Opened};
+use self::disks::{LiveDisk, Opener};
 use self::output::SerialBackEnd;
 use self::power::PowerGate;
 use self::tables::FirmwareTables;
@@ -53,6 +55,7 @@ pub use self::error::BuildError;
 pub struct Machine {
     vcpus: Vcpus,
     devices: Vec<Device>,
+    disks: Vec<LiveDisk>,
     console: Console,
     chipset: Chipset,
     power: Arc<PowerGate>,
@@ -80,7 +83,8 @@ impl Machine {
     ) -> Result<Self, BuildError> {
         let mut boot = BootFiles::open(&config.boot)
             .map_err(|error| BuildError::of(error.field)(error.to_string().into()))?;
-        let opened = Opened::open(&config)?;
+        let mut opener = Opener::new(threads.pool_start());
+        let opened = Opened::open(&config, &mut opener)?;
         let serial = SerialBackEnd::open(&config.serial)?;
         let vm = kvm::Vm::create().map_err(BuildError::host)?;
         let memory = Memory::new(&config.memory).map_err(|error| match error.field() {
@@ -107,7 +111,11 @@ impl Machine {
             doorbells: &doorbells,
             threads: &threads,
         };
-        let (devices, slots) = opened.connect(&config, &connections)?;
+        let Connected {
+            devices,
+            disks,
+            slots,
+        } = opened.connect(&config, &connections)?;
         chipset.assign_bars()?;
         let console = Console::new(chipset.serial.clone(), serial.output);
 
@@ -130,6 +138,7 @@ impl Machine {
         Ok(Self {
             vcpus,
             devices,
+            disks,
             console,
             chipset,
             power,
@@ -149,6 +158,16 @@ impl Machine {
     /// The definition that it was built from.
     pub fn config(&self) -> &VmConfig {
         &self.config
+    }
+
+    /// Its definition and its disks, in the definition's order, to be changed together.
+    pub fn disks_mut(&mut self) -> (&mut VmConfig, &mut [LiveDisk]) {
+        (&mut self.config, &mut self.disks)
+    }
+
+    /// Its disks, in the definition's order.
+    pub fn disks(&self) -> &[LiveDisk] {
+        &self.disks
     }
 
     /// The pseudo-terminal of its serial port.

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 
-use drover_block::{Disk, IoError};
+use drover_block::{Disk, ErrorClass, IoError};
 
 use crate::virtio::block::bits::SECTOR_BYTES;
 use crate::virtio::block::queue::Engine;
@@ -40,10 +40,10 @@ pub struct ErrorPolicy {
 impl ErrorPolicy {
     /// What becomes of a request that ended in `error`.
     pub(super) fn of(self, error: &IoError) -> OnError {
-        match error {
-            IoError::NoSpace => self.no_space,
-            IoError::Host { .. } | IoError::Corrupt { .. } | IoError::Stopped(_) => self.io,
-            _ => OnError::Report,
+        match error.class() {
+            ErrorClass::NoSpace => self.no_space,
+            ErrorClass::Host => self.io,
+            ErrorClass::Guest => OnError::Report,
         }
     }
 }

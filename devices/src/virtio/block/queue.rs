@@ -68,6 +68,10 @@ impl Engine for Disk {
         Disk::event(self)
     }
 
+    fn timer(&self) -> Option<BorrowedFd<'_>> {
+        Disk::timer(self)
+    }
+
     fn close(self: Box<Self>) -> Result<(), drover_block::Error> {
         Disk::close(*self)
     }

@@ -9,7 +9,7 @@
 
 use std::future::Future;
 use std::os::fd::BorrowedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -23,10 +23,12 @@ use crate::io::queue::Queue;
 use crate::online::{Running, Step, StepEnd};
 use crate::options::{DiskOptions, IoEngine};
 use crate::qcow2::Clear;
+use crate::qcow2::relabel::Label;
+use crate::statistics::DiskStatistics;
 use crate::task::{self, Executor, Kind, Serve};
 use crate::throttle::Admission;
-use crate::timer::Timer;
-use crate::{Backing, DiskSpec};
+use crate::timer::{self, Timer};
+use crate::{Backing, DiskSpec, Format};
 
 /// What a request does. Offsets and lengths are bytes of the disk, of any alignment.
 #[derive(Debug)]
@@ -104,6 +106,7 @@ pub(crate) struct Core {
     pub(crate) chain: Chain,
     pub(crate) read_only: bool,
     discard: bool,
+    statistics: Arc<DiskStatistics>,
 }
 
 /// What runs as a task.
@@ -126,7 +129,7 @@ impl Serve<Work, Outcome> for Core {
             Work::Job(step) => return Outcome::Job(Box::pin(step.run(&core)).await),
         };
         let Request { tag, op } = request;
-        let result = core.run(&op).await;
+        let result = core.run_counted(&op).await;
         Outcome::Guest(Completion::new(tag, result, op))
     }
 }
@@ -185,7 +188,14 @@ impl Disk {
                 Some(queue.map_err(|e| Error::io(path, "start threads for", e))?)
             }
         };
-        let mut disk = Self::new(chain, spec, queue);
+        let statistics = match &options.statistics {
+            None => Arc::default(),
+            Some(statistics) => {
+                statistics.attach(chain.counts(), chain.top().file().fd());
+                Arc::clone(statistics)
+            }
+        };
+        let mut disk = Self::new_counting(chain, spec, queue, statistics);
         if disk.queue.is_some() || options.throttle.is_some() {
             let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
             let timer = Arc::new(timer);
@@ -216,7 +226,16 @@ impl Disk {
         Ok(disk)
     }
 
-    fn new(mut chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
+    fn new(chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
+        Self::new_counting(chain, spec, queue, Arc::default())
+    }
+
+    fn new_counting(
+        mut chain: Chain,
+        spec: &DiskSpec,
+        queue: Option<Queue>,
+        statistics: Arc<DiskStatistics>,
+    ) -> Self {
         let queue = queue.map(Arc::new);
         if let Some(queue) = &queue {
             chain.set_queue(queue);
@@ -226,6 +245,7 @@ impl Disk {
                 chain,
                 read_only: spec.read_only,
                 discard: spec.discard,
+                statistics,
             }),
             queue,
             timer: None,
@@ -282,6 +302,12 @@ impl Disk {
         Arc::clone(self.core().chain.counts())
     }
 
+    /// What the disk counts.
+    #[must_use]
+    pub fn statistics(&self) -> Arc<DiskStatistics> {
+        Arc::clone(&self.core().statistics)
+    }
+
     /// Begins a request; its completion comes from [`Disk::poll`], which has to be called after a batch of these: it is what
     /// hands the transfers to the host.
     pub fn submit(&mut self, request: Request) {
@@ -299,7 +325,7 @@ impl Disk {
             Some(_) => self.executor.start(Work::Guest(request)),
             None => {
                 let Request { tag, op } = request;
-                let result = task::complete(self.core().run(&op));
+                let result = task::complete(self.core().run_counted(&op));
                 Some(Outcome::Guest(Completion::new(tag, result, op)))
             }
         };
@@ -325,7 +351,8 @@ impl Disk {
         if let Some(timer) = &self.timer {
             timer.clear_due();
         }
-        while let Some((request, _)) = self.admission.as_mut().and_then(Admission::next) {
+        while let Some((request, waited)) = self.admission.as_mut().and_then(Admission::next) {
+            self.core().statistics.count_wait(waited);
             self.start(request);
         }
         self.turn(false);
@@ -384,7 +411,7 @@ impl Disk {
             }
         }
         let core = self.executor.shared();
-        self.drive(core.run(op))
+        self.drive(core.run_counted(op))
     }
 
     /// Makes everything durable and lets go of the images.
@@ -479,6 +506,24 @@ impl Disk {
         }
     }
 
+    /// The disk as it is read, whose top the caller has locked; see [`Chain::open_locked`].
+    pub(crate) fn open_locked(spec: &DiskSpec) -> Result<Self, Error> {
+        Ok(Self::new(Chain::open_locked(spec)?, spec, None))
+    }
+
+    /// The top image over something else than its header says; see [`Chain::open_over`].
+    pub(crate) fn open_over(spec: &DiskSpec, below: Option<&DiskSpec>) -> Result<Self, Error> {
+        let written = DiskSpec {
+            read_only: false,
+            ..spec.clone()
+        };
+        Ok(Self::new(
+            Chain::open_over(&spec.top, below)?,
+            &written,
+            None,
+        ))
+    }
+
     /// Which layer answers for the first bytes of a range.
     pub(crate) fn locate(&mut self, offset: u64, length: u64) -> Result<Located, IoError> {
         let core = self.executor.shared();
@@ -505,6 +550,43 @@ impl Disk {
         match core.chain.top() {
             Image::Raw(_) => Err(IoError::Unsupported("compression")),
             Image::Qcow2(qcow2) => self.drive(qcow2.write_packed(offset, packed)),
+        }
+    }
+
+    /// Makes the header of the top image name another layer below, or none, durably and in one step.
+    pub(crate) fn relabel(&mut self, label: Option<Label<'_>>) -> Result<(), ErrorKind> {
+        let core = self.executor.shared();
+        match core.chain.top() {
+            Image::Raw(_) => Err(ErrorKind::Backing(
+                "a raw image has no backing files".into(),
+            )),
+            Image::Qcow2(qcow2) => self.drive(qcow2.relabel(label)),
+        }
+    }
+
+    /// The files of the disk and their formats, the top one first.
+    pub(crate) fn layers(&self) -> Vec<(PathBuf, Format)> {
+        let chain = &self.core().chain;
+        let layers = (0..).map_while(|depth| chain.layer(depth));
+        layers
+            .map(|image| {
+                let format = match image {
+                    Image::Raw(_) => Format::Raw,
+                    Image::Qcow2(_) => Format::Qcow2,
+                };
+                (image.file().path().to_owned(), format)
+            })
+            .collect()
+    }
+
+    /// Bytes of a cluster of the top image, and the version of its format; `None` for a raw one.
+    pub(crate) fn cluster_size(&self) -> Option<(u64, u32)> {
+        match self.top() {
+            Image::Raw(_) => None,
+            Image::Qcow2(qcow2) => {
+                let header = qcow2.header();
+                Some((header.geometry.cluster_size(), header.version))
+            }
         }
     }
 
@@ -570,6 +652,14 @@ fn writable_layers(spec: &DiskSpec, options: &DiskOptions) -> Result<usize, Erro
 }
 
 impl Core {
+    async fn run_counted(&self, op: &Op) -> Result<(), IoError> {
+        let begin = timer::now();
+        let result = self.run(op).await;
+        let nanos = timer::now().saturating_sub(begin);
+        self.statistics.count(op, nanos, &result);
+        result
+    }
+
     async fn run(&self, op: &Op) -> Result<(), IoError> {
         match op {
             Op::Read { offset, buffers } => {

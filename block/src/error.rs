@@ -61,6 +61,27 @@ pub enum ErrorKind {
     /// A job was stopped by who watches it.
     #[error("cancelled")]
     Cancelled,
+    /// What was to be fetched did not come.
+    #[error("cannot be downloaded: {0}")]
+    Download(String),
+    /// What was fetched is not what was wanted.
+    #[error(
+        "its SHA-256 is {seen}, not {wanted}: it is not the file that was meant, or it was damaged on the way"
+    )]
+    Checksum {
+        /// What the caller stated, in hexadecimal digits.
+        wanted: String,
+        /// What the bytes have.
+        seen: String,
+    },
+    /// What is stated to be packed does not unpack.
+    #[error("cannot be unpacked as {how}: {reason}")]
+    Packed {
+        /// How it was stated to be packed.
+        how: &'static str,
+        /// What is wrong.
+        reason: String,
+    },
     /// A job that cannot be begun on this disk.
     #[error("{0}")]
     Job(String),

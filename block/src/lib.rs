@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`disk`](Disk) | requests in, completions out |
 //! | `options` | how a disk works, beside which files it is made of |
+//! | `statistics` | what a disk counts |
 //! | `throttle` | limits on what a disk or a group uses |
 //! | `chain` | which files make up a disk; reading through them |
 //! | `raw`, `qcow2` | the formats |
@@ -31,6 +32,7 @@ mod online;
 mod options;
 mod qcow2;
 mod raw;
+mod statistics;
 mod task;
 mod throttle;
 mod timer;
@@ -49,6 +51,7 @@ pub use disk::{Completion, Disk, Op, Request};
 pub use error::{Error, ErrorClass, ErrorKind, IoError};
 pub use online::{Job, JobError, JobHandle, JobProgress, JobState};
 pub use options::{DetectZeroes, DiskOptions, IoEngine, ThreadStart};
+pub use statistics::{DiskStatistics, KindTotals, RequestKind, render_prometheus};
 pub use throttle::{
     Burst, Directions, Limit, Limits, LimitsError, MAX_BURST_SECONDS, MAX_RATE, Throttle,
 };

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::budget::CacheBudget;
 use crate::io::queue::Queue;
+use crate::statistics::DiskStatistics;
 use crate::throttle::Throttle;
 
 /// What performs the transfers of a disk.
@@ -56,6 +57,8 @@ pub struct DiskOptions {
     pub detect_zeroes: DetectZeroes,
     /// Limits to keep to, alone or with the other disks that were given the same ones.
     pub throttle: Option<Arc<Throttle>>,
+    /// Counters to go on with; new ones unless given. Only those that are given tell the allocated bytes.
+    pub statistics: Option<Arc<DiskStatistics>>,
     /// What the caches of tables may take, together with those of other disks.
     pub cache: CacheBudget,
     /// The layer below the top is written, too, so that the top can be committed to it ([`Job::Commit`](crate::Job::Commit)). It is

@@ -7,7 +7,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use drover_api::definition::ByteSize;
 use drover_block::Format;
 
-use crate::commands::{image_export, image_jobs};
+use crate::commands::image_chain::Chain;
+use crate::commands::{image, image_bench, image_check, image_export, image_import, image_jobs};
 
 /// Runs Kubernetes workers as virtual machines.
 #[derive(Debug, Parser)]
@@ -129,25 +130,33 @@ pub(crate) struct WorkerDelete {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Image {
     /// Show what an image is.
-    Info(ImagePath),
+    Info(image::Info),
     /// Make a new image.
-    Create(ImageCreate),
+    Create(image::Create),
     /// Change the size that a guest sees.
-    Resize(ImageResize),
-    /// Look for leaked space and for corruption.
+    Resize(image::Resize),
+    /// Look for leaked space and for damage.
     Check(ImagePath),
+    /// Give back leaked space and put damage right.
+    Repair(image_check::RepairArgs),
     /// List which layer has which bytes.
-    Map(image_jobs::Chain),
+    Map(Chain),
     /// Tell whether guests of two images would read the same.
     Compare(image_jobs::Compare),
     /// Write an image, with what lies below it, in another form.
     Convert(image_jobs::Convert),
+    /// Fetch an image from a file or an HTTP(S) address, check it, unpack it and convert it.
+    Import(image_import::Import),
     /// Put a new overlay upon an image, which from then on stays as it is.
     Snapshot(image_jobs::Snapshot),
-    /// Write what an overlay has into the image below it.
-    Commit(image_jobs::Chain),
+    /// Move what an overlay has into the image below it.
+    Commit(image_jobs::ChainJob),
     /// Copy what lies below an overlay into it, so that it stands alone.
-    Flatten(image_jobs::Chain),
+    Flatten(image_jobs::ChainJob),
+    /// Put an overlay over another image, or over none.
+    Rebase(image_jobs::Rebase),
+    /// Measure how fast an image is.
+    Bench(image_bench::Bench),
     /// Serve an image to another VMM, as its vhost-user-blk back end, until SIGTERM or SIGINT.
     Export(image_export::Export),
 }
@@ -159,48 +168,6 @@ pub(crate) struct ImagePath {
     /// Its format; never guessed.
     #[arg(long, value_enum)]
     pub(crate) format: ImageFormat,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct ImageCreate {
-    /// The image, which must not exist.
-    pub(crate) path: PathBuf,
-    /// Its size, such as 4GiB.
-    #[arg(value_parser = size)]
-    pub(crate) size: ByteSize,
-    /// Its format.
-    #[arg(long, value_enum)]
-    pub(crate) format: ImageFormat,
-    /// The image below it (qcow2 only).
-    #[arg(long, value_name = "PATH", requires = "backing_format")]
-    pub(crate) backing: Option<PathBuf>,
-    /// The format of the image below.
-    #[arg(long, value_enum, requires = "backing")]
-    pub(crate) backing_format: Option<ImageFormat>,
-    /// Size of a cluster (qcow2 only), 512 bytes to 2 MiB.
-    #[arg(long, value_parser = size, value_name = "SIZE")]
-    pub(crate) cluster_size: Option<ByteSize>,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct ImageResize {
-    /// The image, which nobody uses.
-    pub(crate) path: PathBuf,
-    /// Its new size, such as 8GiB.
-    #[arg(value_parser = size)]
-    pub(crate) size: ByteSize,
-    /// Its format; never guessed.
-    #[arg(long, value_enum)]
-    pub(crate) format: ImageFormat,
-    /// The image below it; once a layer, nearest first.
-    #[arg(long, value_name = "PATH", requires = "backing_format")]
-    pub(crate) backing: Vec<PathBuf>,
-    /// The format of the image below; once a layer.
-    #[arg(long, value_enum, value_name = "FORMAT", requires = "backing")]
-    pub(crate) backing_format: Vec<ImageFormat>,
-    /// Allow a smaller size; what lies past it is lost.
-    #[arg(long)]
-    pub(crate) shrink: bool,
 }
 
 /// The format of an image.

@@ -1,4 +1,4 @@
-//! How a command fails: one line on standard error and an exit code.
+//! How a command fails: one line on standard error, a JSON object with `--output json`, and an exit code.
 //!
 //! | code | meaning |
 //! |---|---|
@@ -7,12 +7,27 @@
 //! | 2 | the input is: an argument, a definition, something it names |
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+
+use serde::Serialize;
 
 /// Why a command failed.
 #[derive(Debug)]
 pub(crate) struct Failure {
     message: String,
+    bad_input: bool,
+    file: Option<PathBuf>,
+}
+
+/// What a program is told on standard error.
+#[derive(Serialize)]
+struct Told<'a> {
+    error: &'a str,
+    /// The file or address in question.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    file: Option<&'a Path>,
+    /// Whether the input is at fault, rather than the host.
     bad_input: bool,
 }
 
@@ -22,6 +37,7 @@ impl Failure {
         Self {
             message: message.into(),
             bad_input: true,
+            file: None,
         }
     }
 
@@ -30,7 +46,25 @@ impl Failure {
         Self {
             message: message.into(),
             bad_input: false,
+            file: None,
         }
+    }
+
+    /// Names the file in question.
+    pub(crate) fn about(mut self, file: &Path) -> Self {
+        self.file = Some(file.to_owned());
+        self
+    }
+
+    /// The failure as a line of JSON.
+    pub(crate) fn json(&self) -> String {
+        let told = Told {
+            error: &self.message,
+            file: self.file.as_deref().filter(|file| file.to_str().is_some()),
+            bad_input: self.bad_input,
+        };
+        // Text, a path that is text, and a truth value.
+        serde_json::to_string(&told).unwrap_or_default()
     }
 
     /// The exit code.
@@ -50,6 +84,7 @@ impl From<drover_worker::Error> for Failure {
         Self {
             bad_input: error.is_bad_input(),
             message: error.to_string(),
+            file: None,
         }
     }
 }

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use drover_worker::StateDir;
 
-use crate::args::{Cli, Command};
+use crate::args::{Cli, Command, OutputMode};
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
@@ -22,7 +22,10 @@ fn main() -> ExitCode {
         output,
         state_dir,
         command,
-    } = Cli::parse();
+    } = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
     let state = || StateDir::new(state_dir.as_deref()).map_err(Failure::from);
     let result = match command {
         Command::Run(run) => commands::run::run(&run),
@@ -35,8 +38,30 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(failure) => {
-            eprintln!("drover: {failure}");
+            tell(output, &failure);
             failure.code()
         }
     }
+}
+
+fn tell(output: OutputMode, failure: &Failure) {
+    match output {
+        OutputMode::Text => eprintln!("drover: {failure}"),
+        OutputMode::Json => eprintln!("{}", failure.json()),
+    }
+}
+
+/// A command line that means nothing, or asks for help.
+fn refuse(error: &clap::Error) -> ExitCode {
+    let arguments: Vec<_> = std::env::args_os().collect();
+    let mut pairs = arguments.windows(2);
+    let json = arguments.iter().any(|one| one == "--output=json")
+        || pairs.any(|pair| pair[0] == "--output" && pair[1] == "json");
+    if !json || !error.use_stderr() {
+        error.exit();
+    }
+    let text = error.render().to_string();
+    let failure = Failure::input(text.trim_end());
+    tell(OutputMode::Json, &failure);
+    failure.code()
 }

@@ -90,6 +90,26 @@ pub(crate) fn bytes(count: u64) -> String {
     }
 }
 
+/// A time in UTC, from seconds since 1970: `2024-02-29 12:00:00 UTC`.
+pub(crate) fn date(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86400, seconds % 86400);
+    // Days since the first of March of year 0, so that leap days come last; eras of 400 years.
+    let day = days + 719_468;
+    let (era, day) = (day / 146_097, day % 146_097);
+    let year = (day - day / 1460 + day / 36524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (month, next) = if month < 10 {
+        (month + 3, 0)
+    } else {
+        (month - 9, 1)
+    };
+    let year = era * 400 + year + next;
+    let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
+}
+
 /// The table of what happened when.
 pub(crate) fn timeline(steps: &[Reached]) -> String {
     let mut before = Duration::ZERO;
@@ -188,6 +208,19 @@ mod tests {
             &[vec!["xyz".into(), "1".into()], vec!["x".into(), "2".into()]],
         );
         assert_eq!(text, "A    LONG\nxyz  1\nx    2\n");
+    }
+
+    #[test]
+    fn times_are_those_of_the_calendar() {
+        for (seconds, text) in [
+            (0, "1970-01-01 00:00:00 UTC"),
+            (951_782_399, "2000-02-28 23:59:59 UTC"),
+            (951_782_400, "2000-02-29 00:00:00 UTC"),
+            (1_709_208_000, "2024-02-29 12:00:00 UTC"),
+            (4_294_967_295, "2106-02-07 06:28:15 UTC"),
+        ] {
+            assert_eq!(date(seconds), text);
+        }
     }
 
     #[test]

@@ -12,6 +12,8 @@ pub enum ThreadRole {
     Net,
     /// Serves a slow device (rng).
     Slow,
+    /// Speaks with the back end of a vhost-user device.
+    VhostUser,
 }
 
 /// Starts device threads. The VMM's implementation names the thread and narrows its system calls before `body` runs.

@@ -262,6 +262,23 @@ fn rows(metrics: &DeviceMetrics) -> Vec<Row<'_>> {
                 &m.control_refused,
             ),
         ],
+        DeviceMetrics::VhostUser(m) => vec![
+            (
+                "vhost_user_calls_total",
+                "Calls of the back end handed on to the guest.",
+                &m.calls,
+            ),
+            (
+                "vhost_user_connections_total",
+                "Times a back end was found, the first included.",
+                &m.connections,
+            ),
+            (
+                "vhost_user_losses_total",
+                "Times the back end went away.",
+                &m.losses,
+            ),
+        ],
         DeviceMetrics::Rng(m) => vec![
             ("rng_requests_total", "Requests answered.", &m.requests),
             ("rng_bytes_total", "Bytes of entropy handed out.", &m.bytes),

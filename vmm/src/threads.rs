@@ -6,6 +6,7 @@
 //! | api | HTTP server | sockets and epoll |
 //! | vcpu | vcpu-N | KVM ioctls, signals |
 //! | disk, net, slow | device threads | their files' reads and writes, epoll |
+//! | vhost_user | device threads | a unix socket, epoll |
 //! | pool | block-io-N, of disks that use no io_uring | transfers of files that are open |
 //!
 //! A thread starts with its creator's filter and can only narrow it further. The policies are compiled when Drover is built, so that
@@ -35,11 +36,13 @@ pub enum Role {
     Net,
     /// Serves a slow device.
     Slow,
+    /// Speaks with the back end of a vhost-user device.
+    VhostUser,
 }
 
 impl Role {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Control,
         Self::Api,
         Self::Vcpu,
@@ -47,6 +50,7 @@ impl Role {
         Self::Pool,
         Self::Net,
         Self::Slow,
+        Self::VhostUser,
     ];
 
     fn code(self) -> &'static [u8] {
@@ -58,6 +62,7 @@ impl Role {
             Self::Pool => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-pool")),
             Self::Net => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-net")),
             Self::Slow => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-slow")),
+            Self::VhostUser => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-vhost_user")),
         }
     }
 }
@@ -68,6 +73,7 @@ impl From<ThreadRole> for Role {
             ThreadRole::Disk => Self::Disk,
             ThreadRole::Net => Self::Net,
             ThreadRole::Slow => Self::Slow,
+            ThreadRole::VhostUser => Self::VhostUser,
         }
     }
 }

@@ -181,6 +181,7 @@ impl Plan {
             boot,
             disks: vec![root_disk(definition, &dir, &base)?, seed_disk(&dir)],
             limit_groups: Vec::new(),
+            vhost_user_disks: Vec::new(),
             nets: net.into_iter().collect(),
             serial: SerialConfig::Socket {
                 path: dir.console_socket(),

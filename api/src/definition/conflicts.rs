@@ -111,6 +111,13 @@ const CONFLICTS: &[Conflict] = &[
     },
     Conflict {
         find: |vm| {
+            let private = !vm.vhost_user_disks.is_empty() && !vm.memory.shared;
+            private.then(|| "memory.shared".into())
+        },
+        why: "a process that serves a vhost-user disk must be able to map the guest's memory: set it to true",
+    },
+    Conflict {
+        find: |vm| {
             net(
                 vm,
                 "tap.fds",

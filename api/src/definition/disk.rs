@@ -348,3 +348,27 @@ pub struct BackingConfig {
     #[serde(default = "buffered")]
     pub cache: CacheMode,
 }
+
+/// A disk that another process serves over vhost-user-blk: `drover image export`, qemu-storage-daemon, SPDK.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct VhostUserDiskConfig {
+    /// Its name in the API and in messages, unique in the VM.
+    #[cfg_attr(
+        feature = "server",
+        schema(pattern = "^[A-Za-z0-9][-A-Za-z0-9_.]{0,31}$")
+    )]
+    pub id: String,
+    /// The unix socket on which the process listens.
+    #[cfg_attr(feature = "server", schema(value_type = String, min_length = 1, max_length = 107))]
+    pub socket: PathBuf,
+    /// Request queues, 1 to 64, no more than the process serves.
+    #[serde(default = "super::one")]
+    #[cfg_attr(feature = "server", schema(minimum = 1, maximum = 64))]
+    pub queues: u16,
+    /// Entries of a queue: a power of two, 2 to 1024.
+    #[serde(default = "super::queue_size")]
+    #[cfg_attr(feature = "server", schema(minimum = 2, maximum = 1024))]
+    pub queue_size: u16,
+}

@@ -27,7 +27,7 @@ use uuid::Uuid;
 
 pub use disk::{
     BackingConfig, Burst, CacheMode, DetectZeroes, DiscardMode, DiskConfig, ErrorConfig,
-    ImageFormat, IoMode, LimitGroup, LimitsConfig, OnError, RateLimit,
+    ImageFormat, IoMode, LimitGroup, LimitsConfig, OnError, RateLimit, VhostUserDiskConfig,
 };
 pub use error::DefinitionError;
 pub use mac::{MacAddress, MacAddressError};
@@ -60,6 +60,9 @@ pub struct VmConfig {
     /// Disks, in the order in which the guest sees them.
     #[serde(default)]
     pub disks: Vec<DiskConfig>,
+    /// Disks that another process serves, which the guest sees after the others. Need `memory.shared`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub vhost_user_disks: Vec<VhostUserDiskConfig>,
     /// Limits that several disks keep to together.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub limit_groups: Vec<LimitGroup>,

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::{
     ByteSize, DefinitionError, DiskConfig, MemoryConfig, NetConfig, SerialConfig, TapConfig,
-    Topology, VmConfig, conflicts,
+    Topology, VhostUserDiskConfig, VmConfig, conflicts,
 };
 
 /// The bounds of single values.
@@ -89,12 +89,16 @@ impl VmConfig {
             disk.check(&format!("disks[{index}]"))?;
         }
         self.check_limit_groups()?;
+        for (index, disk) in self.vhost_user_disks.iter().enumerate() {
+            disk.check(&format!("vhost_user_disks[{index}]"))?;
+        }
         for (index, net) in self.nets.iter().enumerate() {
             net.check(&format!("nets[{index}]"))?;
         }
         self.check_serial()?;
         self.check_uniqueness()?;
-        let devices = self.disks.len() + self.nets.len() + usize::from(self.rng);
+        let disks = self.disks.len() + self.vhost_user_disks.len();
+        let devices = disks + self.nets.len() + usize::from(self.rng);
         if devices > limits::DEVICES {
             return Err(DefinitionError::whole(format!(
                 "{devices} devices (disks, nets and rng) are too many, at most {}",
@@ -143,17 +147,7 @@ impl VmConfig {
             SerialConfig::None | SerialConfig::Stdio | SerialConfig::Pty => Ok(()),
             SerialConfig::File { path } => check_path("serial.path", path),
             SerialConfig::Socket { path, scrollback } => {
-                check_path("serial.path", path)?;
-                let length = path.as_os_str().len();
-                if length > limits::SOCKET_PATH {
-                    return refuse(
-                        "serial.path",
-                        format!(
-                            "{length} bytes are too many for a socket's path, at most {}",
-                            limits::SOCKET_PATH
-                        ),
-                    );
-                }
+                check_socket("serial.path", path)?;
                 if *scrollback > limits::SCROLLBACK_MAX {
                     return refuse(
                         "serial.scrollback",
@@ -179,7 +173,17 @@ impl VmConfig {
             .iter()
             .enumerate()
             .map(|(i, n)| (format!("nets[{i}].id"), &n.id));
-        unique(disk_ids.chain(net_ids))?;
+        let served = self
+            .vhost_user_disks
+            .iter()
+            .enumerate()
+            .map(|(i, d)| (format!("vhost_user_disks[{i}].id"), &d.id));
+        unique(disk_ids.chain(served).chain(net_ids))?;
+        let sockets = self.vhost_user_disks.iter().enumerate();
+        unique(sockets.map(|(i, d)| {
+            let field = format!("vhost_user_disks[{i}].socket");
+            (field, d.socket.to_string_lossy().into_owned())
+        }))?;
         let macs = self.nets.iter().enumerate();
         unique(macs.map(|(i, net)| (format!("nets[{i}].mac"), self.mac_of(net))))?;
         let taps = self
@@ -268,6 +272,15 @@ impl DiskConfig {
     }
 }
 
+impl VhostUserDiskConfig {
+    fn check(&self, at: &str) -> Result {
+        check_id(&format!("{at}.id"), &self.id)?;
+        check_socket(&format!("{at}.socket"), &self.socket)?;
+        within(&format!("{at}.queues"), self.queues, &limits::DISK_QUEUES)?;
+        check_queue_size(at, self.queue_size)
+    }
+}
+
 impl NetConfig {
     fn check(&self, at: &str) -> Result {
         check_id(&format!("{at}.id"), &self.id)?;
@@ -346,6 +359,21 @@ pub(crate) fn check_path(field: &str, path: &Path) -> Result {
     }
     if bytes.contains(&0) {
         return refuse(field, "a path contains no NUL character");
+    }
+    Ok(())
+}
+
+fn check_socket(field: &str, path: &Path) -> Result {
+    check_path(field, path)?;
+    let length = path.as_os_str().len();
+    if length > limits::SOCKET_PATH {
+        return refuse(
+            field,
+            format!(
+                "{length} bytes are too many for a socket's path, at most {}",
+                limits::SOCKET_PATH
+            ),
+        );
     }
     Ok(())
 }

@@ -28,22 +28,36 @@ impl Chain {
         budget: &CacheBudget,
     ) -> Result<Self, Error> {
         let writable = if spec.read_only { 0 } else { writable };
-        let mut opener = Opener::new(writable, budget);
+        Self::open_layers(spec, Opener::new(writable, budget))
+    }
+
+    /// Opens every layer for reading, of which the caller has locked the top.
+    pub(crate) fn open_locked(spec: &DiskSpec) -> Result<Self, Error> {
+        let mut opener = Opener::new(0, &CacheBudget::default());
+        opener.top_is_locked = true;
+        Self::open_layers(spec, opener)
+    }
+
+    fn open_layers(spec: &DiskSpec, mut opener: Opener) -> Result<Self, Error> {
         let top = &spec.top;
         let file = BlockFile::open(&top.path, top.cache, opener.next_is_written())?;
         opener.push(file, top.format)?;
-        match &spec.backing {
-            Backing::Explicit(layers) => opener.open_listed(layers)?,
-            Backing::FromHeader { cache } => opener.open_named(&top.path, *cache)?,
+        opener.open_below(&top.path, &spec.backing)?;
+        Ok(opener.finish())
+    }
+
+    /// Opens the top for writing over another disk than its header names, or over nothing: what it does not have itself reads as
+    /// zero then.
+    pub(crate) fn open_over(top: &Layer, below: Option<&DiskSpec>) -> Result<Self, Error> {
+        let mut opener = Opener::new(1, &CacheBudget::default());
+        let file = BlockFile::open(&top.path, top.cache, true)?;
+        opener.push(file, top.format)?;
+        if let Some(DiskSpec { top, backing, .. }) = below {
+            let file = BlockFile::open(&top.path, top.cache, false)?;
+            opener.push(file, top.format)?;
+            opener.open_below(&top.path, backing)?;
         }
-        let mut chain = opener.finish();
-        let last = chain.layers.len() - 1;
-        for (n, layer) in chain.layers.iter_mut().enumerate() {
-            if let Image::Qcow2(qcow2) = layer {
-                qcow2.set_below(n < last);
-            }
-        }
-        Ok(chain)
+        Ok(opener.finish())
     }
 }
 
@@ -55,6 +69,8 @@ struct Opener {
     counts: Arc<CacheCounts>,
     /// How many layers, from the top, are opened for writing.
     writable: usize,
+    /// The caller has locked the top.
+    top_is_locked: bool,
 }
 
 impl Opener {
@@ -65,10 +81,24 @@ impl Opener {
             budget: budget.clone(),
             counts: Arc::default(),
             writable,
+            top_is_locked: false,
         }
     }
 
-    fn finish(self) -> Chain {
+    fn open_below(&mut self, above: &Path, backing: &Backing) -> Result<(), Error> {
+        match backing {
+            Backing::Explicit(layers) => self.open_listed(layers),
+            Backing::FromHeader { cache } => self.open_named(above, *cache),
+        }
+    }
+
+    fn finish(mut self) -> Chain {
+        let last = self.layers.len().saturating_sub(1);
+        for (n, layer) in self.layers.iter_mut().enumerate() {
+            if let Image::Qcow2(qcow2) = layer {
+                qcow2.set_below(n < last);
+            }
+        }
         let merged = Merged::new(&self.layers, self.writable, &self.budget, &self.counts);
         Chain {
             layers: self.layers,
@@ -96,7 +126,9 @@ impl Opener {
             return refuse(format!("the chain has more than {MAX_LAYERS} layers"));
         }
         self.seen.push(identity);
-        file.lock(access)?;
+        if !(self.top_is_locked && self.layers.is_empty()) {
+            file.lock(access)?;
+        }
         self.layers.push(match format {
             Format::Raw => Image::Raw(Raw::open(file)?),
             Format::Qcow2 => {

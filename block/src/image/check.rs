@@ -8,9 +8,10 @@
 //! | refcount < references | corruption: the next allocation may overwrite data |
 //! | COPIED flag or offset wrong in an active table | corruption |
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
+use rustix::fs::SeekFrom;
 use serde::Serialize;
 use zerocopy::FromBytes;
 
@@ -40,6 +41,8 @@ pub struct CheckReport {
     pub compressed_clusters: u64,
     /// Clusters of the disk.
     pub total_clusters: u64,
+    /// Bytes of the file up to the last cluster in use.
+    pub image_end_bytes: u64,
 }
 
 impl CheckReport {
@@ -87,27 +90,39 @@ pub fn check(path: &Path, format: Format) -> Result<CheckReport, Error> {
 pub(crate) fn references(file: &BlockFile, header: &Header) -> Result<HashMap<u64, u64>, Error> {
     let mut walk = Walk::new(file, header.geometry);
     walk.count(header)?;
+    walk.count_refcounts(header)?;
     if let Some(finding) = walk.report.findings.first() {
-        let reason = format!("{finding}; repair it with `qemu-img check -r all`");
+        let reason = format!("{finding}; repair it with `drover image repair --all`");
         return Err(Error::new(file.path(), ErrorKind::NotWritable(reason)));
     }
     Ok(walk.references)
 }
 
-struct Walk<'a> {
+/// A way through all tables of an image. Each table is looked at once, however often it is referred to, so that the time it takes
+/// goes with the size of the file and not with what the file claims.
+pub(super) struct Walk<'a> {
     file: &'a BlockFile,
     geometry: Geometry,
     /// References by host cluster.
-    references: HashMap<u64, u64>,
+    pub(super) references: HashMap<u64, u64>,
+    /// L2 tables by where they are.
+    tables: BTreeMap<u64, Uses>,
     /// The refcount table.
     refcount_blocks: Vec<u64>,
-    report: CheckReport,
+    pub(super) report: CheckReport,
+}
+
+/// How often an L2 table is referred to.
+#[derive(Clone, Copy, Default)]
+struct Uses {
+    active: u64,
+    snapshots: u64,
 }
 
 /// The refcount block looked at last.
 #[derive(Default)]
 struct BlockCache {
-    index: Option<u64>,
+    at: Option<u64>,
     bytes: Vec<u8>,
 }
 
@@ -119,53 +134,64 @@ enum Owner {
 }
 
 impl<'a> Walk<'a> {
-    fn new(file: &'a BlockFile, geometry: Geometry) -> Self {
+    pub(super) fn new(file: &'a BlockFile, geometry: Geometry) -> Self {
         Self {
             file,
             geometry,
             references: HashMap::new(),
+            tables: BTreeMap::new(),
             refcount_blocks: Vec::new(),
             report: CheckReport::default(),
         }
     }
 
-    fn run(&mut self, header: &Header) -> Result<(), Error> {
+    pub(super) fn run(&mut self, header: &Header) -> Result<(), Error> {
         self.count(header)?;
+        self.count_refcounts(header)?;
         self.compare()?;
         // Exactness of the COPIED flag depends on refcounts, which are known to be readable only now.
         self.check_copied(header)
     }
 
-    /// Counts all references.
-    fn count(&mut self, header: &Header) -> Result<(), Error> {
+    /// Counts all references but those of the refcounts to themselves.
+    pub(super) fn count(&mut self, header: &Header) -> Result<(), Error> {
         let cluster = self.geometry.cluster_size();
         self.report.total_clusters = header.size.div_ceil(cluster);
-        self.refer(0, cluster, "the header");
-        self.refer(
-            header.refcount_table.offset,
-            header.refcount_table.entries * 8,
-            "the refcount table",
-        );
-        self.refcount_blocks = self.entries(header.refcount_table)?;
-        self.walk_l1(header, header.l1, Owner::Active)?;
+        self.refer(0, cluster, 1, "the header");
+        self.walk_l1(header.l1, Owner::Active)?;
         let (snapshots, length) = load_snapshots(self.file, header)?;
-        self.refer(header.snapshots_offset, length, "the snapshot table");
+        self.refer(header.snapshots_offset, length, 1, "the snapshot table");
         for snapshot in snapshots {
-            self.walk_l1(header, snapshot.l1, Owner::Snapshot)?;
+            self.walk_l1(snapshot.l1, Owner::Snapshot)?;
         }
-        self.walk_bitmaps(header)?;
+        for (table, uses) in std::mem::take(&mut self.tables) {
+            let times = uses.active + uses.snapshots;
+            self.refer(table, cluster, times, "an L2 table");
+            for (at, raw) in self.l2_entries(table)? {
+                self.walk_l2_entry(header, at, raw, uses);
+            }
+        }
+        self.walk_bitmaps(header)
+    }
+
+    /// Counts the references of the refcount table and to its blocks.
+    pub(super) fn count_refcounts(&mut self, header: &Header) -> Result<(), Error> {
+        let cluster = self.geometry.cluster_size();
+        let table = header.refcount_table;
+        self.refer(table.offset, table.entries * 8, 1, "the refcount table");
+        self.refcount_blocks = self.entries(table)?;
         for block in self.refcount_blocks.clone() {
             let block = block & spec::REFCOUNT_OFFSET_MASK;
             if block != 0 && self.is_sound(block, "a refcount block") {
-                self.refer(block, cluster, "a refcount block");
+                self.refer(block, cluster, 1, "a refcount block");
             }
         }
         Ok(())
     }
 
-    /// Counts a reference to every cluster that `bytes` bytes at `host` touch.
-    fn refer(&mut self, host: u64, bytes: u64, what: &str) {
-        if bytes == 0 {
+    /// Counts so many references to every cluster that `bytes` bytes at `host` touch.
+    fn refer(&mut self, host: u64, bytes: u64, times: u64, what: &str) {
+        if bytes == 0 || times == 0 {
             return;
         }
         let Some(end) = host
@@ -178,7 +204,7 @@ impl<'a> Walk<'a> {
         };
         for cluster in self.geometry.cluster(host)..=self.geometry.cluster(end - 1) {
             let count = self.references.entry(cluster).or_default();
-            *count = count.saturating_add(1);
+            *count = count.saturating_add(times);
         }
     }
 
@@ -215,58 +241,78 @@ impl<'a> Walk<'a> {
         Ok(pages)
     }
 
-    fn walk_l1(&mut self, header: &Header, l1: TableAt, owner: Owner) -> Result<(), Error> {
-        self.refer(l1.offset, l1.entries * 8, "an L1 table");
-        for entry in self.entries(l1)? {
+    /// Whether the host's file has nothing in a range: it reads as zero, and need not be read.
+    fn is_hole(&self, at: u64, bytes: u64) -> bool {
+        let data = rustix::fs::seek(self.file.fd(), SeekFrom::Data(at));
+        match data {
+            Ok(data) => data >= at.saturating_add(bytes),
+            Err(errno) => errno == rustix::io::Errno::NXIO,
+        }
+    }
+
+    fn walk_l1(&mut self, l1: TableAt, owner: Owner) -> Result<(), Error> {
+        self.refer(l1.offset, l1.entries * 8, 1, "an L1 table");
+        for (n, entry) in (0..).zip(self.entries(l1)?) {
+            let at = l1.offset + n * 8;
             if entry & spec::L1_RESERVED != 0 {
-                self.report
-                    .corruption(format!("an L1 entry has reserved bits set: {entry:#x}"));
+                self.report.corruption(format!(
+                    "the L1 entry at {at:#x} has reserved bits set: {entry:#x}"
+                ));
             }
             let table = entry & OFFSET_MASK;
             if table == 0 || !self.is_sound(table, "an L2 table") {
                 continue;
             }
-            self.refer(table, self.geometry.cluster_size(), "an L2 table");
-            for raw in self.l2_entries(table)? {
-                self.walk_l2_entry(header, raw, owner);
+            let uses = self.tables.entry(table).or_default();
+            match owner {
+                Owner::Active => uses.active += 1,
+                Owner::Snapshot => uses.snapshots += 1,
             }
         }
         Ok(())
     }
 
-    fn walk_l2_entry(&mut self, header: &Header, raw: RawEntry, owner: Owner) {
-        let active = u64::from(owner == Owner::Active);
+    fn walk_l2_entry(&mut self, header: &Header, at: u64, raw: RawEntry, uses: Uses) {
         let entry = raw.entry;
+        let times = uses.active + uses.snapshots;
         if entry & spec::COMPRESSED == 0 && entry & spec::L2_RESERVED != 0 {
-            self.report
-                .corruption(format!("an L2 entry has reserved bits set: {entry:#x}"));
+            self.report.corruption(format!(
+                "the L2 entry at {at:#x} has reserved bits set: {entry:#x}"
+            ));
         }
         match raw.reference(self.geometry, header.version) {
             Ok(Reference::Nothing) => {}
             Ok(Reference::Cluster { host, .. }) => {
-                self.report.allocated_clusters += active;
-                self.refer(host, self.geometry.cluster_size(), "guest data");
+                self.report.allocated_clusters += uses.active;
+                self.refer(host, self.geometry.cluster_size(), times, "guest data");
             }
             Ok(Reference::Compressed { host, bytes }) => {
-                self.report.allocated_clusters += active;
-                self.report.compressed_clusters += active;
+                self.report.allocated_clusters += uses.active;
+                self.report.compressed_clusters += uses.active;
                 if entry & COPIED != 0 {
-                    self.report
-                        .corruption(format!("compressed data at {host:#x} is marked COPIED"));
+                    self.report.corruption(format!(
+                        "the L2 entry at {at:#x} marks compressed data as COPIED"
+                    ));
                 }
-                self.refer(host, bytes, "compressed data");
+                self.refer(host, bytes, times, "compressed data");
             }
-            Err(reason) => self.report.corruption(format!("{reason}: {entry:#x}")),
+            Err(reason) => self
+                .report
+                .corruption(format!("{reason}: {entry:#x} at {at:#x}")),
         }
     }
 
-    /// The entries of the L2 table at `host`.
-    fn l2_entries(&self, host: u64) -> Result<Vec<RawEntry>, Error> {
+    /// The entries of the L2 table at `host`, with where each is.
+    fn l2_entries(&self, host: u64) -> Result<Vec<(u64, RawEntry)>, Error> {
+        if self.is_hole(host, self.geometry.cluster_size()) {
+            return Ok(Vec::new());
+        }
         let table = self.read(host, self.geometry.cluster_size())?;
-        let size = self.geometry.l2_entry_bytes() as usize;
-        let entries = table.bytes().chunks_exact(size);
-        Ok(entries
-            .map(|bytes| RawEntry::read(bytes, self.geometry))
+        let size = self.geometry.l2_entry_bytes();
+        let entries = table.bytes().chunks_exact(size as usize);
+        Ok((0..)
+            .zip(entries)
+            .map(|(n, bytes)| (host + n * size, RawEntry::read(bytes, self.geometry)))
             .collect())
     }
 
@@ -280,7 +326,7 @@ impl<'a> Walk<'a> {
             .get()
             .min(spec::MAX_SNAPSHOT_TABLE_BYTES);
         let offset = bitmaps.directory_offset.get();
-        self.refer(offset, size, "the bitmap directory");
+        self.refer(offset, size, 1, "the bitmap directory");
         let directory = self.read(offset, size)?;
         let mut rest = directory.bytes();
         for _ in 0..bitmaps.nb_bitmaps.get() {
@@ -297,11 +343,11 @@ impl<'a> Walk<'a> {
                 self.report.corruption("a bitmap's table cannot be".into());
                 break;
             }
-            self.refer(at.offset, at.entries * 8, "a bitmap table");
+            self.refer(at.offset, at.entries * 8, 1, "a bitmap table");
             for entry in self.entries(at)? {
                 let host = entry & OFFSET_MASK;
                 if host != 0 {
-                    self.refer(host, self.geometry.cluster_size(), "a bitmap");
+                    self.refer(host, self.geometry.cluster_size(), 1, "a bitmap");
                 }
             }
             let length = head.extra_data_size.get() as usize + usize::from(head.name_size.get());
@@ -318,22 +364,38 @@ impl<'a> Walk<'a> {
         let mut cache = BlockCache::default();
         // Past the end of the file no space is lost.
         let end = self.file.end().div_ceil(self.geometry.cluster_size());
-        for cluster in 0..end {
-            let refcount = self.refcount(&mut cache, cluster)?;
-            if refcount == 0 {
+        let bits = self.geometry.refcount_block_bits();
+        let mut seen = HashSet::new();
+        for (index, block) in (0u64..).zip(self.refcount_blocks.clone()) {
+            let Some(block) = self.sound_block(block).filter(|block| seen.insert(*block)) else {
                 continue;
+            };
+            if index << bits >= end {
+                break;
             }
-            let references = self.references.get(&cluster).copied().unwrap_or(0);
-            if refcount > references {
-                self.report.leaks += 1;
-                let host = cluster << self.geometry.cluster_bits;
-                self.report.note(format!(
-                    "leak: the cluster at {host:#x} has refcount {refcount} and {references} references"
-                ));
+            self.load_block(&mut cache, block)?;
+            // Eight bytes of zeros are skipped as one: most of a block is.
+            let order = self.geometry.refcount_order;
+            for n in nonzero_entries(&cache.bytes, order) {
+                let cluster = (index << bits) + n as u64;
+                let refcount = get_refcount(&cache.bytes, order, n).unwrap_or(0);
+                if cluster >= end || refcount == 0 {
+                    continue;
+                }
+                let references = self.references.get(&cluster).copied().unwrap_or(0);
+                if refcount > references {
+                    self.report.leaks += 1;
+                    let host = cluster << self.geometry.cluster_bits;
+                    self.report.note(format!(
+                        "leak: the cluster at {host:#x} has refcount {refcount} and {references} references"
+                    ));
+                }
             }
         }
         let mut used: Vec<(u64, u64)> = self.references.iter().map(|(c, n)| (*c, *n)).collect();
         used.sort_unstable();
+        let last = used.last().map_or(0, |(cluster, _)| cluster + 1);
+        self.report.image_end_bytes = last << self.geometry.cluster_bits;
         for (cluster, references) in used {
             let refcount = self.refcount(&mut cache, cluster)?;
             if refcount < references {
@@ -346,26 +408,36 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
+    /// Where a refcount block is, if a table entry can be believed.
+    fn sound_block(&self, entry: u64) -> Option<u64> {
+        let block = entry & spec::REFCOUNT_OFFSET_MASK;
+        let sound = block != 0 && self.geometry.in_cluster(block) == 0 && block < self.file.end();
+        sound.then_some(block)
+    }
+
+    fn load_block(&self, cache: &mut BlockCache, block: u64) -> Result<(), Error> {
+        if cache.at == Some(block) {
+            return Ok(());
+        }
+        let size = self.geometry.cluster_size();
+        cache.bytes = match self.is_hole(block, size) {
+            true => Vec::new(),
+            false => self.read(block, size)?.bytes().to_vec(),
+        };
+        cache.at = Some(block);
+        Ok(())
+    }
+
     /// The refcount of a cluster; 0 where the table names no block that can be.
     fn refcount(&self, cache: &mut BlockCache, cluster: u64) -> Result<u64, Error> {
         let bits = self.geometry.refcount_block_bits();
-        let index = cluster >> bits;
-        if cache.index != Some(index) {
-            let block = usize::try_from(index)
-                .ok()
-                .and_then(|n| self.refcount_blocks.get(n));
-            let block = block.map_or(0, |block| block & spec::REFCOUNT_OFFSET_MASK);
-            let sound =
-                block != 0 && self.geometry.in_cluster(block) == 0 && block < self.file.end();
-            cache.bytes = match sound {
-                true => self
-                    .read(block, self.geometry.cluster_size())?
-                    .bytes()
-                    .to_vec(),
-                false => Vec::new(),
-            };
-            cache.index = Some(index);
-        }
+        let entry = usize::try_from(cluster >> bits)
+            .ok()
+            .and_then(|n| self.refcount_blocks.get(n));
+        let Some(block) = entry.and_then(|entry| self.sound_block(*entry)) else {
+            return Ok(0);
+        };
+        self.load_block(cache, block)?;
         let n = (cluster & ((1 << bits) - 1)) as usize;
         Ok(get_refcount(&cache.bytes, self.geometry.refcount_order, n).unwrap_or(0))
     }
@@ -373,13 +445,17 @@ impl<'a> Walk<'a> {
     /// COPIED must say exactly whether a refcount is one, in the active tables.
     fn check_copied(&mut self, header: &Header) -> Result<(), Error> {
         let mut cache = BlockCache::default();
+        let mut seen = HashSet::new();
         for entry in self.entries(header.l1)? {
             let table = entry & OFFSET_MASK;
             if table == 0 || self.geometry.in_cluster(table) != 0 || table >= self.file.end() {
                 continue;
             }
             self.compare_copied(&mut cache, table, entry, "an L2 table")?;
-            for raw in self.l2_entries(table)? {
+            if !seen.insert(table) {
+                continue;
+            }
+            for (_, raw) in self.l2_entries(table)? {
                 if let Ok(Reference::Cluster { host, .. }) =
                     raw.reference(self.geometry, header.version)
                 {
@@ -410,4 +486,14 @@ impl<'a> Walk<'a> {
         }
         Ok(())
     }
+}
+
+/// The entries of a refcount block that may not be zero.
+fn nonzero_entries(block: &[u8], order: u32) -> impl Iterator<Item = usize> {
+    // In units of 8 bytes, which hold a whole number of entries of every width.
+    let per_unit = 64usize >> order;
+    let units = block.chunks(8).enumerate();
+    units
+        .filter(|(_, unit)| unit.iter().any(|byte| *byte != 0))
+        .flat_map(move |(n, _)| n * per_unit..(n + 1) * per_unit)
 }

@@ -6,17 +6,14 @@
 //!
 //! The target is there whole or not at all. What a conversion that died left behind is replaced by the next one.
 
-use std::ffi::OsString;
-use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use flate2::{Compress, FlushCompress, Status};
 
-use super::create::{CreateOptions, create_qcow2, create_raw};
+use super::create::{Compat, CreateOptions, create_qcow2, create_raw};
+use super::fresh;
 use super::job::{Monitor, Way};
 use crate::error::{Error, ErrorKind};
-use crate::io::BlockFile;
-use crate::lock::Access;
 use crate::qcow2::Mapping;
 use crate::qcow2::header::Compression;
 use crate::{Backing, Cache, Disk, DiskSpec, Format, Layer};
@@ -30,6 +27,12 @@ pub struct ConvertOptions {
     pub cluster_size: u64,
     /// Compress the clusters of a qcow2 target.
     pub compression: Option<Compression>,
+    /// Bits of a refcount of a qcow2 target.
+    pub refcount_bits: u32,
+    /// The version of a qcow2 target.
+    pub compat: Compat,
+    /// Give the clusters of a qcow2 target subclusters.
+    pub extended_l2: bool,
 }
 
 impl ConvertOptions {
@@ -40,12 +43,19 @@ impl ConvertOptions {
             format,
             cluster_size: 64 * 1024,
             compression: None,
+            refcount_bits: 16,
+            compat: Compat::V3,
+            extended_l2: false,
         }
     }
 }
 
 /// Bytes read at a time; at least a cluster.
 const CHUNK: u64 = 2 << 20;
+/// The same where clusters are compressed, by several threads at a time.
+const PACKED_CHUNK: u64 = 16 << 20;
+/// The most threads that compress.
+const PACKERS: usize = 8;
 /// Bytes in which zeros are looked for in a raw target, a block of most file systems.
 const BLOCK: u64 = 4096;
 /// log2 of the window with which QEMU inflates: farther back a compressor must not refer.
@@ -67,12 +77,9 @@ pub fn convert(
         return Err(Error::new(target, ErrorKind::Unsupported(what.into())));
     }
     let mut disk = super::map::open(source)?;
-    if target.symlink_metadata().is_ok() {
-        let exists = std::io::Error::from(std::io::ErrorKind::AlreadyExists);
-        return Err(Error::io(target, "create it", exists));
-    }
-    let partial = partial_name(target);
-    remove_leftover(&partial)?;
+    fresh::must_be_absent(target)?;
+    let partial = fresh::beside(target, ".partial");
+    fresh::remove_leftover(&partial)?;
     let size = disk.size_bytes();
     match options.format {
         Format::Raw => create_raw(&partial, size)?,
@@ -80,16 +87,17 @@ pub fn convert(
             let create = CreateOptions {
                 cluster_size: options.cluster_size,
                 compression: options.compression.unwrap_or(Compression::Zlib),
+                refcount_bits: options.refcount_bits,
+                compat: options.compat,
+                extended_l2: options.extended_l2,
                 ..CreateOptions::new(size)
             };
             create_qcow2(&partial, &create)?;
         }
     }
     let way = Way::new(monitor, size);
-    let finish = copy(&mut disk, source, &partial, options, way).and_then(|()| {
-        std::fs::rename(&partial, target).map_err(|e| Error::io(target, "give it its name", e))?;
-        sync_folder(target)
-    });
+    let finish = copy(&mut disk, source, &partial, options, way)
+        .and_then(|()| fresh::publish(&partial, target));
     finish.inspect_err(|_| {
         // The error that matters is the first one.
         let _ = std::fs::remove_file(&partial);
@@ -119,11 +127,15 @@ fn copy(
     };
     let read = |error| Error::new(&source.top.path, ErrorKind::Request(error));
     let write = |error| Error::new(partial, ErrorKind::Request(error));
+    let chunk = match options.compression {
+        Some(_) => PACKED_CHUNK,
+        None => CHUNK,
+    };
     let size = disk.size_bytes();
     let mut at = 0;
     while at < size {
         // Whole units of the target, except at the end of the disk.
-        let end = (at + CHUNK.max(unit)).min(size);
+        let end = (at + chunk.max(unit)).min(size);
         let located = disk.locate(at, size - at).map_err(read)?;
         let zero = !matches!(
             located.mapping,
@@ -138,17 +150,12 @@ fn copy(
         let bytes = disk.read(at, (end - at) as usize).map_err(read)?;
         match options.compression {
             Some(kind) => {
-                for (n, cluster) in (0..).zip(bytes.chunks(unit as usize)) {
-                    let offset = at + n * unit;
-                    if is_zero(cluster) {
-                        continue;
-                    }
-                    let mut whole = cluster.to_vec();
-                    whole.resize(unit as usize, 0);
-                    match pack(kind, &whole) {
-                        Some(packed) => target.write_packed(offset, &packed).map_err(write)?,
-                        None => target.write(offset, cluster.to_vec()).map_err(write)?,
-                    }
+                for (offset, cluster) in pack_all(kind, at, &bytes, unit as usize) {
+                    let stored = match cluster {
+                        Packed::Smaller(packed) => target.write_packed(offset, &packed),
+                        Packed::NoSmaller(cluster) => target.write(offset, cluster.to_vec()),
+                    };
+                    stored.map_err(write)?;
                 }
             }
             None => {
@@ -191,6 +198,58 @@ fn is_zero(bytes: &[u8]) -> bool {
     bytes.iter().all(|byte| *byte == 0)
 }
 
+/// A cluster that is not all zero.
+enum Packed<'a> {
+    Smaller(Vec<u8>),
+    NoSmaller(&'a [u8]),
+}
+
+/// Compresses the clusters of `bytes`, the first of which lies at `at`, on as many threads as the host has processors. Clusters that
+/// are all zero are left out.
+fn pack_all(kind: Compression, at: u64, bytes: &[u8], unit: usize) -> Vec<(u64, Packed<'_>)> {
+    let packers = std::thread::available_parallelism().map_or(1, |n| n.get().min(PACKERS));
+    let clusters: Vec<(u64, &[u8])> = (0..)
+        .map(|n| at + n * unit as u64)
+        .zip(bytes.chunks(unit))
+        .collect();
+    let share = clusters.len().div_ceil(packers).max(1);
+    let work = |clusters: &[(u64, &'_ [u8])]| -> Vec<(u64, Option<Vec<u8>>)> {
+        let wanted = clusters.iter().filter(|(_, cluster)| !is_zero(cluster));
+        wanted
+            .map(|(offset, cluster)| {
+                let mut whole = cluster.to_vec();
+                whole.resize(unit, 0);
+                (*offset, pack(kind, &whole))
+            })
+            .collect()
+    };
+    let packed = std::thread::scope(|scope| {
+        let threads: Vec<_> = clusters
+            .chunks(share)
+            .map(|clusters| scope.spawn(move || work(clusters)))
+            .collect();
+        threads
+            .into_iter()
+            .flat_map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+            .collect::<Vec<_>>()
+    });
+    let found = packed
+        .into_iter()
+        .filter_map(|(offset, packed)| match packed {
+            Some(packed) => Some((offset, Packed::Smaller(packed))),
+            None => {
+                let from = usize::try_from(offset - at).ok()?;
+                let cluster = bytes.get(from..bytes.len().min(from + unit))?;
+                Some((offset, Packed::NoSmaller(cluster)))
+            }
+        });
+    found.collect()
+}
+
 /// Compresses a cluster; `None` if that does not make it shorter.
 fn pack(kind: Compression, cluster: &[u8]) -> Option<Vec<u8>> {
     let packed = match kind {
@@ -207,27 +266,4 @@ fn pack(kind: Compression, cluster: &[u8]) -> Option<Vec<u8>> {
         }
     };
     (packed.len() < cluster.len()).then_some(packed)
-}
-
-fn partial_name(target: &Path) -> PathBuf {
-    let mut name = OsString::from(target);
-    name.push(".partial");
-    name.into()
-}
-
-/// Removes what a conversion that died left behind; one that still runs holds its file.
-fn remove_leftover(partial: &Path) -> Result<(), Error> {
-    if partial.symlink_metadata().is_err() {
-        return Ok(());
-    }
-    BlockFile::open(partial, Cache::Buffered, true)?.lock(Access::Write)?;
-    std::fs::remove_file(partial).map_err(|e| Error::io(partial, "remove it", e))
-}
-
-fn sync_folder(path: &Path) -> Result<(), Error> {
-    let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
-    let folder = parent.unwrap_or(Path::new("."));
-    std::fs::File::open(folder)
-        .and_then(|file| Ok(rustix::fs::fsync(file.as_fd())?))
-        .map_err(|e| Error::io(folder, "make its entries durable", e))
 }

@@ -49,6 +49,9 @@ pub struct CreateOptions {
     pub extended_l2: bool,
     /// How clusters will be compressed, if any ever are.
     pub compression: Compression,
+    /// Let writers that do so keep refcounts lazily, which makes allocating faster and a repair needful after a crash. Drover keeps
+    /// them exact all the same. Not in version 2.
+    pub lazy_refcounts: bool,
 }
 
 impl CreateOptions {
@@ -63,6 +66,7 @@ impl CreateOptions {
             compat: Compat::V3,
             extended_l2: false,
             compression: Compression::Zlib,
+            lazy_refcounts: false,
         }
     }
 }
@@ -170,6 +174,9 @@ impl Plan {
         if options.compression == Compression::Zstd && options.compat == Compat::V2 {
             return Err(bad("version 2 has no compression but zlib".into()));
         }
+        if options.lazy_refcounts && options.compat == Compat::V2 {
+            return Err(bad("version 2 has no lazy refcounts".into()));
+        }
         let cluster = geometry.cluster_size();
         let l1_entries = geometry.l1_entries(options.size);
         if l1_entries * 8 > spec::MAX_L1_BYTES {
@@ -250,7 +257,7 @@ fn header(
         incompatible.set(Incompatible::COMPRESSION_TYPE, zstd);
         let tail = HeaderV3Tail {
             incompatible_features: incompatible.bits().into(),
-            compatible_features: 0.into(),
+            compatible_features: u64::from(options.lazy_refcounts).into(),
             autoclear_features: 0.into(),
             refcount_order: refcount_order.into(),
             header_length: (length as u32).into(),

@@ -1,16 +1,18 @@
 //! What an image is, as its header says. Reads only; locks like any reader.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
+use zerocopy::FromBytes;
 
+use crate::buffers::Pages;
 use crate::error::Error;
 use crate::io::BlockFile;
 use crate::lock::Access;
-use crate::qcow2::header::Compression;
-use crate::qcow2::spec::Incompatible;
+use crate::qcow2::header::{Compression, Header};
+use crate::qcow2::spec::{self, BitmapHead, Incompatible};
 use crate::qcow2::{load_snapshots, read_header};
-use crate::{Cache, Format};
+use crate::{Cache, DiskSpec, Format, task};
 
 /// What an image is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -45,14 +47,44 @@ pub struct Qcow2Info {
     /// The backing file's format as the header gives it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_format: Option<String>,
-    /// Names of the internal snapshots.
-    pub snapshots: Vec<String>,
-    /// Refcounts may be out of date: `qemu-img check -r all` mends that.
+    /// The internal snapshots.
+    pub snapshots: Vec<SnapshotInfo>,
+    /// The bitmaps, which tell backup tools what has changed.
+    pub bitmaps: Vec<BitmapInfo>,
+    /// Refcounts may be out of date; the next writer, or a repair, mends that.
     pub dirty: bool,
     /// The image is marked corrupt.
     pub corrupt: bool,
     /// Refcounts are kept lazily by writers that support it; Drover does not.
     pub lazy_refcounts: bool,
+}
+
+/// An internal snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct SnapshotInfo {
+    /// What tells it from others: a number, as a rule.
+    pub id: String,
+    /// Its name.
+    pub name: String,
+    /// When it was taken, in seconds since 1970.
+    pub date_seconds: u32,
+    /// Size of the disk then, in bytes.
+    pub size_bytes: u64,
+    /// Bytes of a machine's state that was saved with it.
+    pub vm_state_bytes: u64,
+}
+
+/// A persistent bitmap.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct BitmapInfo {
+    /// Its name.
+    pub name: String,
+    /// Bytes of the disk that one bit stands for.
+    pub granularity_bytes: u64,
+    /// It is kept up to date by those who know it.
+    pub recording: bool,
+    /// It may not tell the truth: somebody died while using it, or wrote the image without knowing it.
+    pub inconsistent: bool,
 }
 
 /// Describes the image at `path`, which is stated to be of `format`.
@@ -88,11 +120,21 @@ pub fn info(path: &Path, format: Format) -> Result<ImageInfo, Error> {
             Compression::Zstd => "zstd",
         },
         backing_file: header.backing.as_ref().map(|backing| text(&backing.name)),
-        backing_format: header.backing.and_then(|backing| backing.format),
+        backing_format: header
+            .backing
+            .as_ref()
+            .and_then(|backing| backing.format.clone()),
         snapshots: snapshots
             .into_iter()
-            .map(|snapshot| snapshot.name)
+            .map(|snapshot| SnapshotInfo {
+                id: snapshot.id,
+                name: snapshot.name,
+                date_seconds: snapshot.date_seconds,
+                size_bytes: snapshot.size.unwrap_or(header.size),
+                vm_state_bytes: snapshot.vm_state_bytes,
+            })
             .collect(),
+        bitmaps: bitmaps(&file, &header)?,
         dirty: header.incompatible.contains(Incompatible::DIRTY),
         corrupt: header.incompatible.contains(Incompatible::CORRUPT),
         lazy_refcounts: header.compatible & 1 != 0,
@@ -103,4 +145,67 @@ pub fn info(path: &Path, format: Format) -> Result<ImageInfo, Error> {
         allocated_bytes,
         qcow2: Some(qcow2),
     })
+}
+
+/// One image of a chain.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LayerInfo {
+    /// The file.
+    pub path: PathBuf,
+    /// What it is.
+    #[serde(flatten)]
+    pub info: ImageInfo,
+}
+
+/// Describes every image of a disk, the top one first.
+///
+/// # Errors
+/// An image cannot be read, is being written by someone else, is not of the format stated, or names one below that nothing permits.
+pub fn info_chain(spec: &DiskSpec) -> Result<Vec<LayerInfo>, Error> {
+    let disk = super::map::open(spec)?;
+    let layers = disk.layers().into_iter();
+    layers
+        .map(|(path, format)| {
+            let info = info(&path, format)?;
+            Ok(LayerInfo { path, info })
+        })
+        .collect()
+}
+
+/// The bitmaps that the header's extension lists.
+fn bitmaps(file: &BlockFile, header: &Header) -> Result<Vec<BitmapInfo>, Error> {
+    const IN_USE: u32 = 1;
+    const AUTO: u32 = 2;
+    let Some(extension) = header.bitmaps else {
+        return Ok(Vec::new());
+    };
+    let at = extension.directory_offset.get();
+    let available = file.end().saturating_sub(at);
+    let size = extension.directory_size.get();
+    let size = size.min(available).min(spec::MAX_SNAPSHOT_TABLE_BYTES);
+    let mut directory = Pages::zeroed(usize::try_from(size).unwrap_or(0));
+    task::complete(file.read(at, directory.span()))
+        .map_err(|e| Error::io(file.path(), "read its bitmap directory", e))?;
+    let mut rest = directory.bytes();
+    let mut found = Vec::new();
+    for _ in 0..extension.nb_bitmaps.get() {
+        let Ok((head, tail)) = BitmapHead::read_from_prefix(rest) else {
+            break;
+        };
+        let extra = head.extra_data_size.get() as usize;
+        let name_size = usize::from(head.name_size.get());
+        let name = tail.get(extra..).and_then(|rest| rest.get(..name_size));
+        let flags = head.flags.get();
+        found.push(BitmapInfo {
+            name: String::from_utf8_lossy(name.unwrap_or_default()).into_owned(),
+            granularity_bytes: 1u64.checked_shl(head.granularity_bits.into()).unwrap_or(0),
+            recording: flags & AUTO != 0,
+            inconsistent: flags & IN_USE != 0 || header.autoclear & 1 == 0,
+        });
+        let whole = (size_of::<BitmapHead>() + extra + name_size).next_multiple_of(8);
+        rest = tail
+            .get(whole - size_of::<BitmapHead>()..)
+            .unwrap_or_default();
+    }
+    Ok(found)
 }

@@ -8,9 +8,12 @@ use crate::error::{Error, ErrorKind};
 
 /// Watches a job.
 pub trait Monitor {
-    /// Told now and then that `done` of `total` bytes of the disk are worked through. To break is to cancel the job: it ends with
+    /// Told now and then that `done` of `total` bytes are worked through; a `total` of 0 is not known. To break is to cancel the job: it ends with
     /// [`ErrorKind::Cancelled`] and leaves every image whole.
     fn progress(&mut self, done: u64, total: u64) -> ControlFlow<()>;
+
+    /// Told that another part of the job begins, whose progress counts from zero: "downloading", "converting".
+    fn phase(&mut self, _name: &'static str) {}
 
     /// The most bytes of the disk a second; asked again and again, so that it may change.
     fn bytes_per_second(&self) -> Option<u64> {
@@ -48,6 +51,12 @@ impl<'a> Way<'a> {
             since: Instant::now(),
             moved: 0,
         }
+    }
+
+    /// How much there is, now that it is known.
+    #[cfg(feature = "import")]
+    pub(super) fn set_total(&mut self, total: u64) {
+        self.total = total;
     }
 
     /// Tells that the job has come to `done`, having moved `bytes` bytes since the last time; pauses where it is too fast.

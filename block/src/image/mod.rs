@@ -3,23 +3,34 @@
 //!
 //! Each takes the format from its caller; nothing is probed.
 
+mod bench;
 mod check;
 mod convert;
 mod create;
+mod fresh;
+#[cfg(feature = "import")]
+mod import;
 mod info;
 mod job;
 mod layers;
 mod map;
+mod rebase;
+mod repair;
 
 pub use crate::qcow2::header::Compression;
+pub use bench::{BenchOptions, BenchReport, Pattern, bench};
 pub(crate) use check::references;
 pub use check::{CheckReport, check};
 pub use convert::{ConvertOptions, convert};
 pub use create::{Compat, CreateOptions, create_qcow2, create_raw};
-pub use info::{ImageInfo, info};
+#[cfg(feature = "import")]
+pub use import::{ImportOptions, ImportSource, Packing, import};
+pub use info::{BitmapInfo, ImageInfo, LayerInfo, Qcow2Info, SnapshotInfo, info, info_chain};
 pub use job::{Monitor, Unwatched};
 pub use layers::{commit, flatten};
 pub use map::{Comparison, MapEntry, compare, map};
+pub use rebase::{NewBacking, rebase, rename_backing};
+pub use repair::{Repair, RepairReport, repair};
 
 use crate::error::{Error, ErrorKind};
 use crate::{Disk, DiskSpec};

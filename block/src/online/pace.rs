@@ -35,8 +35,28 @@ pub(crate) struct Running {
     under_way: Vec<u64>,
     /// The last step has begun.
     finishing: bool,
-    /// When the rate allows the next step, by [`timer::now`].
+    rate: Rate,
+}
+
+/// How a job keeps to its rate.
+#[derive(Default)]
+struct Rate {
+    /// When the next step may begin, by [`timer::now`].
     due: u64,
+}
+
+impl Rate {
+    /// A step has moved so many bytes, where so many may be moved a second.
+    fn pay(&mut self, now: u64, moved: u64, bytes_per_second: u64) {
+        let cost = u128::from(moved) * u128::from(NANOS) / u128::from(bytes_per_second.max(1));
+        let from = self.due.max(now.saturating_sub(CREDIT));
+        self.due = from.saturating_add(u64::try_from(cost).unwrap_or(u64::MAX));
+    }
+
+    /// A new rate does not pay for what the old one allowed.
+    fn forgive(&mut self, now: u64) {
+        self.due = self.due.min(now);
+    }
 }
 
 /// Whether there is anything to be done at once.
@@ -81,7 +101,7 @@ impl Running {
             stride: STRIDE,
             under_way: Vec::with_capacity(AT_ONCE),
             finishing: false,
-            due: 0,
+            rate: Rate::default(),
         })
     }
 
@@ -96,9 +116,7 @@ impl Running {
                 self.cursor = self.cursor.max(worked.to);
                 shared.progress.moved += worked.moved;
                 if let Some(rate) = shared.rate {
-                    let cost = u128::from(worked.moved) * u128::from(NANOS) / u128::from(rate);
-                    let from = self.due.max(timer::now().saturating_sub(CREDIT));
-                    self.due = from.saturating_add(u64::try_from(cost).unwrap_or(u64::MAX));
+                    self.rate.pay(timer::now(), worked.moved, rate);
                 }
                 if end.last {
                     shared.state = JobState::Done;
@@ -122,8 +140,7 @@ impl Running {
         let handle = self.handle.clone();
         let mut shared = handle.shared();
         if std::mem::take(&mut shared.changed) {
-            // A new rate does not pay for what the old one allowed.
-            self.due = self.due.min(timer::now());
+            self.rate.forgive(timer::now());
         }
         handle.set_alarm(&shared, None);
         shared.progress.total = size.max(shared.progress.done);
@@ -143,9 +160,9 @@ impl Running {
         if under_way >= at_once || self.finishing || (self.cursor >= size && under_way > 0) {
             return Next::Wait;
         }
-        if self.due > timer::now() {
+        if self.rate.due > timer::now() {
             if under_way == 0 {
-                handle.set_alarm(&shared, Some(self.due));
+                handle.set_alarm(&shared, Some(self.rate.due));
             }
             return Next::Wait;
         }
@@ -285,5 +302,56 @@ impl Disk {
             }
             running.handle.set_alarm(&shared, None);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The share of its rate that a job comes to whose steps move so much and take between nothing and `longest` nanoseconds.
+    fn share(bytes_per_second: u64, step: u64, longest: u64) -> f64 {
+        let mut rate = Rate::default();
+        let (mut now, mut moved) = (7 * NANOS, 0);
+        let start = now;
+        rate.forgive(now);
+        for n in 0u64.. {
+            now = now.max(rate.due);
+            if now - start > 60 * NANOS {
+                break;
+            }
+            now += n.wrapping_mul(0x9e37_79b9_7f4a_7c15) % (longest + 1);
+            moved += step;
+            rate.pay(now, step, bytes_per_second);
+        }
+        moved as f64 / 60.0 / bytes_per_second as f64
+    }
+
+    #[test]
+    fn a_rate_is_kept_within_one_percent_however_long_steps_take() {
+        for rate in [64 << 10, 1 << 20, 100 << 20, 3 << 30] {
+            let step = (rate / EVENLY).clamp(4096, STRIDE);
+            let paid = step * NANOS / rate;
+            for longest in [0, paid / 2, paid] {
+                let share = share(rate, step, longest);
+                assert!((0.99..1.01).contains(&share), "{share} of {rate}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_job_that_stood_still_makes_up_for_no_more_than_its_credit() {
+        let mut rate = Rate::default();
+        rate.pay(NANOS, 1000, 1000);
+        let later = 100 * NANOS;
+        let mut burst = 0;
+        while rate.due <= later {
+            rate.pay(later, 10, 1000);
+            burst += 10;
+        }
+        assert!(
+            (200..=210).contains(&burst),
+            "{burst} bytes of 1000 a second"
+        );
     }
 }

@@ -12,7 +12,7 @@
 //! | [`flush`] | the order in which changes become durable |
 //! | [`states`] | clusters on their way from one state to another |
 //! | [`overlap`] | metadata is never overwritten |
-//! | [`resize`] | another size |
+//! | [`resize`], [`relabel`] | another size; another name below |
 //!
 //! A host cluster is in one state at a time:
 //!
@@ -38,6 +38,7 @@ mod map;
 mod overlap;
 mod pack;
 mod refcount;
+pub(crate) mod relabel;
 mod resize;
 pub(crate) mod snapshots;
 pub(crate) mod spec;

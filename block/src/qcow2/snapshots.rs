@@ -14,6 +14,12 @@ pub(crate) struct Snapshot {
     pub(crate) size: Option<u64>,
     /// Its name.
     pub(crate) name: String,
+    /// What tells it from others: a number, as a rule.
+    pub(crate) id: String,
+    /// When it was taken, in seconds since 1970.
+    pub(crate) date_seconds: u32,
+    /// Bytes of a machine's state that was saved with it.
+    pub(crate) vm_state_bytes: u64,
 }
 
 /// Decodes `count` entries from the bytes at the table's offset; also the number of bytes the table has. The error says what is
@@ -37,6 +43,10 @@ pub(crate) fn parse(bytes: &[u8], count: u32) -> Result<(Vec<Snapshot>, u64), &'
             usize::from(head.name_size.get()),
         );
         let extra = rest.get(..extra_size).ok_or(SHORT)?;
+        let id_bytes = rest
+            .get(extra_size..)
+            .and_then(|rest| rest.get(..id))
+            .ok_or(SHORT)?;
         let name_bytes = rest
             .get(extra_size + id..)
             .and_then(|rest| rest.get(..name))
@@ -55,6 +65,13 @@ pub(crate) fn parse(bytes: &[u8], count: u32) -> Result<(Vec<Snapshot>, u64), &'
                 .and_then(|rest| rest.first_chunk())
                 .map(|bytes| u64::from_be_bytes(*bytes)),
             name: String::from_utf8_lossy(name_bytes).into_owned(),
+            id: String::from_utf8_lossy(id_bytes).into_owned(),
+            date_seconds: head.date_seconds.get(),
+            vm_state_bytes: extra
+                .first_chunk()
+                .map_or(u64::from(head.vm_state_size.get()), |bytes| {
+                    u64::from_be_bytes(*bytes)
+                }),
         });
         let length = size_of::<SnapshotHead>() + extra_size + id + name;
         at = at.checked_add(length.next_multiple_of(8)).ok_or(SHORT)?;

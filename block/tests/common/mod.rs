@@ -146,23 +146,30 @@ pub(crate) fn engines() -> Vec<IoEngine> {
     engines
 }
 
-/// Sleeps until the disk has something to say, as its owner's event loop would.
+/// Sleeps until the disk has something to say, as its owner's event loop would. Takes no memory.
 pub(crate) fn wait(disk: &Disk) {
     let (event, timer) = (disk.event(), disk.timer());
-    let watched = event.iter().chain(&timer);
-    let mut poll: Vec<_> = watched.map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
-    if poll.is_empty() {
-        return;
-    }
-    let patience = Timespec {
-        tv_sec: 30,
-        tv_nsec: 0,
+    let result = match (&event, &timer) {
+        (None, None) => return,
+        (Some(fd), None) | (None, Some(fd)) => sleep(&mut [PollFd::new(fd, PollFlags::IN)]),
+        (Some(event), Some(timer)) => {
+            let timer = PollFd::new(timer, PollFlags::IN);
+            sleep(&mut [PollFd::new(event, PollFlags::IN), timer])
+        }
     };
-    match rustix::event::poll(&mut poll, Some(&patience)) {
+    match result {
         Ok(0) => panic!("a request has been under way for 30 seconds"),
         Ok(_) | Err(rustix::io::Errno::INTR) => {}
         Err(error) => panic!("poll: {error}"),
     }
+}
+
+fn sleep(watched: &mut [PollFd<'_>]) -> rustix::io::Result<usize> {
+    let patience = Timespec {
+        tv_sec: 30,
+        tv_nsec: 0,
+    };
+    rustix::event::poll(watched, Some(&patience))
 }
 
 /// A disk with requests as method calls.

@@ -13,8 +13,7 @@ use drover_devices::vhost_user::export::serve;
 use drover_devices::virtio::block::{Block, BlockOptions, MAX_QUEUES};
 use tracing_subscriber::EnvFilter;
 
-use super::image::failure;
-use super::image_jobs::Chain;
+use super::image_chain::{Chain, failure};
 use crate::failure::Failure;
 
 /// An image, and how it is served.

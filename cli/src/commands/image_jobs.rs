@@ -1,59 +1,46 @@
-//! `drover image`: what concerns a chain of images and takes its time: map, compare, convert, snapshot, commit, flatten.
+//! `drover image`: what concerns a chain of images and takes its time: map, compare, convert, snapshot, commit, flatten, rebase.
 
-use std::io::IsTerminal;
-use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use drover_api::definition::ByteSize;
 use drover_block::image::{
-    self, Comparison, Compression, ConvertOptions, CreateOptions, MapEntry, Monitor,
+    self, Comparison, Compression, ConvertOptions, CreateOptions, MapEntry, NewBacking,
 };
-use drover_block::{Backing, Cache, DiskSpec, Format, Layer};
-use indicatif::{ProgressBar, ProgressStyle};
-use serde::Serialize;
+use drover_block::{Backing, Cache, Format};
 
-use super::image::failure;
-use crate::args::{ImageFormat, OutputMode, size};
+use super::image::Look;
+use super::image_chain::{Chain, Pace, Watch, done, failure, layers, spec, stored_name};
+use crate::args::{ImageFormat, OutputMode};
 use crate::failure::Failure;
 use crate::output;
 
-/// An image and what lies below it.
+/// A chain and how fast a job on it may be.
 #[derive(Debug, Args)]
-pub(crate) struct Chain {
-    /// The image.
-    pub(crate) path: PathBuf,
-    /// Its format; never guessed.
-    #[arg(long, value_enum)]
-    pub(crate) format: ImageFormat,
-    /// The image below it; once a layer, nearest first.
-    #[arg(long, value_name = "PATH", requires = "backing_format")]
-    pub(crate) backing: Vec<PathBuf>,
-    /// The format of the image below; once a layer.
-    #[arg(long, value_enum, value_name = "FORMAT", requires = "backing")]
-    pub(crate) backing_format: Vec<ImageFormat>,
-    /// Believe the headers of images about what lies below them, as far as it is in the same folder.
-    #[arg(long, conflicts_with = "backing")]
-    pub(crate) allow_backing: bool,
+pub(crate) struct ChainJob {
+    #[command(flatten)]
+    pub(crate) chain: Chain,
+    #[command(flatten)]
+    pub(crate) pace: Pace,
 }
 
 /// Two images.
 #[derive(Debug, Args)]
 pub(crate) struct Compare {
-    /// One image.
-    pub(crate) first: PathBuf,
+    #[command(flatten)]
+    pub(crate) first: Chain,
     /// The other image.
     pub(crate) second: PathBuf,
-    /// The format of the first.
-    #[arg(long, value_enum)]
-    pub(crate) format: ImageFormat,
-    /// The format of the second.
+    /// The format of the other image.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub(crate) second_format: ImageFormat,
-    /// Believe the headers of images about what lies below them, as far as it is in the same folder.
-    #[arg(long)]
-    pub(crate) allow_backing: bool,
+    /// The image below the other one; once a layer, nearest first.
+    #[arg(long, value_name = "PATH", requires = "second_backing_format")]
+    pub(crate) second_backing: Vec<PathBuf>,
+    /// The format of the image below the other one; once a layer.
+    #[arg(long, value_enum, value_name = "FORMAT", requires = "second_backing")]
+    pub(crate) second_backing_format: Vec<ImageFormat>,
 }
 
 /// A source chain and a target.
@@ -63,24 +50,63 @@ pub(crate) struct Convert {
     pub(crate) source: Chain,
     /// The new image, which must not exist.
     pub(crate) target: PathBuf,
+    #[command(flatten)]
+    pub(crate) form: Form,
+    #[command(flatten)]
+    pub(crate) pace: Pace,
+}
+
+/// The form of an image that is made from another.
+#[derive(Debug, Args)]
+pub(crate) struct Form {
     /// The format of the new image.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub(crate) to: ImageFormat,
     /// Compress the new image (qcow2 only).
     #[arg(long, value_enum, value_name = "HOW")]
-    pub(crate) compress: Option<Packing>,
-    /// Size of its clusters (qcow2 only), 512 bytes to 2 MiB.
-    #[arg(long, value_parser = size, value_name = "SIZE")]
-    pub(crate) cluster_size: Option<ByteSize>,
+    pub(crate) compress: Option<Codec>,
+    #[command(flatten)]
+    pub(crate) look: Look,
 }
 
 /// How clusters are compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Packing {
+pub(crate) enum Codec {
     /// Every reader of qcow2 has it.
     Zlib,
     /// Faster to read; QEMU 5.1 or later.
     Zstd,
+}
+
+impl From<Codec> for Compression {
+    fn from(codec: Codec) -> Self {
+        match codec {
+            Codec::Zlib => Self::Zlib,
+            Codec::Zstd => Self::Zstd,
+        }
+    }
+}
+
+impl Form {
+    pub(crate) fn options(&self) -> Result<ConvertOptions, Failure> {
+        let format: Format = self.to.into();
+        if format == Format::Raw && (self.compress.is_some() || self.look.is_stated()) {
+            return Err(Failure::input(
+                "a raw image has no clusters, so none of --compress, --cluster-size, --refcount-bits, --compat and --extended-l2: use --to qcow2",
+            ));
+        }
+        let mut options = ConvertOptions::new(format);
+        if let Some(ByteSize(bytes)) = self.look.cluster_size {
+            options.cluster_size = bytes;
+        }
+        if let Some(bits) = self.look.refcount_bits {
+            options.refcount_bits = bits;
+        }
+        options.compat = self.look.compat.into();
+        options.extended_l2 = self.look.extended_l2;
+        options.compression = self.compress.map(Into::into);
+        Ok(options)
+    }
 }
 
 /// An image and its new overlay.
@@ -95,87 +121,32 @@ pub(crate) struct Snapshot {
     pub(crate) format: ImageFormat,
 }
 
-impl Chain {
-    pub(super) fn spec(&self) -> Result<DiskSpec, Failure> {
-        if self.backing.len() != self.backing_format.len() {
-            return Err(Failure::input("each --backing needs its --backing-format"));
-        }
-        let mut spec = spec(&self.path, self.format, self.allow_backing);
-        if !self.allow_backing {
-            let layers = self.backing.iter().zip(&self.backing_format);
-            let layers = layers.map(|(path, format)| layer(path, *format));
-            spec.backing = Backing::Explicit(layers.collect());
-        }
-        Ok(spec)
-    }
-}
-
-fn layer(path: &Path, format: ImageFormat) -> Layer {
-    Layer {
-        path: path.to_path_buf(),
-        format: format.into(),
-        cache: Cache::Buffered,
-    }
-}
-
-fn spec(path: &Path, format: ImageFormat, allow_backing: bool) -> DiskSpec {
-    DiskSpec {
-        top: layer(path, format),
-        backing: if allow_backing {
-            Backing::FromHeader {
-                cache: Cache::Buffered,
-            }
-        } else {
-            Backing::Explicit(Vec::new())
-        },
-        read_only: true,
-        discard: true,
-    }
-}
-
-/// Shows how far a job is, on a terminal's standard error.
-struct Bar(Option<ProgressBar>);
-
-impl Bar {
-    fn new(mode: OutputMode) -> Self {
-        let wanted = mode == OutputMode::Text && std::io::stderr().is_terminal();
-        Self(wanted.then(|| {
-            let template = "{bar:40} {bytes}/{total_bytes} {bytes_per_sec} {eta}";
-            let style = ProgressStyle::with_template(template)
-                .unwrap_or_else(|_| ProgressStyle::default_bar());
-            ProgressBar::new(0).with_style(style)
-        }))
-    }
-}
-
-impl Monitor for Bar {
-    fn progress(&mut self, done: u64, total: u64) -> ControlFlow<()> {
-        if let Some(bar) = &self.0 {
-            bar.set_length(total);
-            bar.set_position(done);
-        }
-        ControlFlow::Continue(())
-    }
-}
-
-impl Drop for Bar {
-    fn drop(&mut self) {
-        if let Some(bar) = &self.0 {
-            bar.finish_and_clear();
-        }
-    }
-}
-
-/// What a job did.
-#[derive(Serialize)]
-struct Done<'a> {
-    path: &'a Path,
-}
-
-fn done(mode: OutputMode, path: &Path, text: &str) -> Result<(), Failure> {
-    output::print(mode, &Done { path }, |done| {
-        format!("{} {text}", done.path.display())
-    })
+/// An overlay and what it is to lie over.
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("where").required(true).args(["onto", "onto_nothing"]))]
+pub(crate) struct Rebase {
+    #[command(flatten)]
+    pub(crate) chain: Chain,
+    /// The image to lie over from now on; once a layer, nearest first.
+    #[arg(long, value_name = "PATH", requires = "onto_format")]
+    pub(crate) onto: Vec<PathBuf>,
+    /// The format of the image to lie over; once a layer.
+    #[arg(long, value_enum, value_name = "FORMAT", requires = "onto")]
+    pub(crate) onto_format: Vec<ImageFormat>,
+    /// Believe the header of the image to lie over about what lies below it, as far as it is in the same folder.
+    #[arg(long, requires = "onto")]
+    pub(crate) onto_allow_backing: bool,
+    /// Lie over nothing from now on.
+    #[arg(long)]
+    pub(crate) onto_nothing: bool,
+    /// What the overlay's header is to say [default: the name alone in the same folder, else the whole path].
+    #[arg(long, value_name = "NAME", requires = "onto")]
+    pub(crate) onto_name: Option<PathBuf>,
+    /// Change the name in the header and look at nothing: for an image that has moved, or reads the same.
+    #[arg(long)]
+    pub(crate) r#unsafe: bool,
+    #[command(flatten)]
+    pub(crate) pace: Pace,
 }
 
 pub(crate) fn map(args: &Chain, mode: OutputMode) -> Result<(), Failure> {
@@ -208,8 +179,18 @@ fn row(entry: &MapEntry) -> Vec<String> {
 
 /// Exit code 1 if they differ.
 pub(crate) fn compare(args: &Compare, mode: OutputMode) -> Result<ExitCode, Failure> {
-    let first = spec(&args.first, args.format, args.allow_backing);
-    let second = spec(&args.second, args.second_format, args.allow_backing);
+    let first = args.first.spec()?;
+    let below = layers(
+        &args.second_backing,
+        &args.second_backing_format,
+        "--second-backing",
+    )?;
+    let second = spec(
+        &args.second,
+        args.second_format,
+        below,
+        args.first.below.allow_backing,
+    );
     let seen = image::compare(&first, &second).map_err(failure)?;
     output::print(mode, &seen, |seen: &Comparison| match seen.differs_at {
         Some(at) => format!("they differ at byte {at}"),
@@ -223,34 +204,17 @@ pub(crate) fn compare(args: &Compare, mode: OutputMode) -> Result<ExitCode, Fail
 }
 
 pub(crate) fn convert(args: &Convert, mode: OutputMode) -> Result<(), Failure> {
-    let format: Format = args.to.into();
-    if format == Format::Raw && (args.compress.is_some() || args.cluster_size.is_some()) {
-        return Err(Failure::input(
-            "a raw image has neither --compress nor --cluster-size: use --to qcow2",
-        ));
-    }
-    let mut options = ConvertOptions::new(format);
-    if let Some(ByteSize(bytes)) = args.cluster_size {
-        options.cluster_size = bytes;
-    }
-    options.compression = args.compress.map(|packing| match packing {
-        Packing::Zlib => Compression::Zlib,
-        Packing::Zstd => Compression::Zstd,
-    });
+    let options = args.form.options()?;
     let source = args.source.spec()?;
-    image::convert(&source, &args.target, &options, &mut Bar::new(mode)).map_err(failure)?;
+    let mut watch = Watch::new(mode, Some(&args.pace));
+    image::convert(&source, &args.target, &options, &mut watch).map_err(failure)?;
+    drop(watch);
     done(mode, &args.target, "is made")
 }
 
 pub(crate) fn snapshot(args: &Snapshot, mode: OutputMode) -> Result<(), Failure> {
     let info = image::info(&args.path, args.format.into()).map_err(failure)?;
-    // By its name alone where both are in one folder, so that they can move together; else by an absolute path.
-    let folder = |path: &Path| path.parent().unwrap_or(Path::new("")).to_path_buf();
-    let below = match args.path.file_name() {
-        Some(name) if folder(&args.path) == folder(&args.overlay) => PathBuf::from(name),
-        _ => std::path::absolute(&args.path)
-            .map_err(|error| Failure::host(format!("{}: {error}", args.path.display())))?,
-    };
+    let below = stored_name(&args.overlay, &args.path)?;
     let options = CreateOptions {
         backing: Some((below, args.format.into())),
         ..CreateOptions::new(info.size_bytes.next_multiple_of(512))
@@ -259,16 +223,61 @@ pub(crate) fn snapshot(args: &Snapshot, mode: OutputMode) -> Result<(), Failure>
     done(mode, &args.overlay, "is the disk from now on")
 }
 
-pub(crate) fn commit(args: &Chain, mode: OutputMode) -> Result<(), Failure> {
-    image::commit(&args.spec()?, &mut Bar::new(mode)).map_err(failure)?;
-    done(
-        mode,
-        &args.path,
-        "is empty: the image below it has everything",
-    )
+pub(crate) fn commit(args: &ChainJob, mode: OutputMode) -> Result<(), Failure> {
+    let chain = &args.chain;
+    let mut watch = Watch::new(mode, Some(&args.pace));
+    image::commit(&chain.spec()?, &mut watch).map_err(failure)?;
+    drop(watch);
+    let text = "is empty now: the image below it has all that it had, and it can be removed";
+    done(mode, &chain.path, text)
 }
 
-pub(crate) fn flatten(args: &Chain, mode: OutputMode) -> Result<(), Failure> {
-    image::flatten(&args.spec()?, &mut Bar::new(mode)).map_err(failure)?;
-    done(mode, &args.path, "needs no image below it any more")
+pub(crate) fn flatten(args: &ChainJob, mode: OutputMode) -> Result<(), Failure> {
+    let chain = &args.chain;
+    let mut watch = Watch::new(mode, Some(&args.pace));
+    image::flatten(&chain.spec()?, &mut watch).map_err(failure)?;
+    drop(watch);
+    done(mode, &chain.path, "needs no image below it any more")
+}
+
+pub(crate) fn rebase(args: &Rebase, mode: OutputMode) -> Result<(), Failure> {
+    let old = args.chain.spec()?;
+    let path = &args.chain.path;
+    let mut new = layers(&args.onto, &args.onto_format, "--onto")?.into_iter();
+    let new = match new.next() {
+        None => None,
+        Some(top) => {
+            let name = match &args.onto_name {
+                Some(name) => name.clone(),
+                None => stored_name(path, &top.path)?,
+            };
+            let backing = match args.onto_allow_backing {
+                true => Backing::FromHeader {
+                    cache: Cache::Buffered,
+                },
+                false => Backing::Explicit(new.collect()),
+            };
+            let disk = drover_block::DiskSpec {
+                top,
+                backing,
+                read_only: true,
+                discard: false,
+            };
+            Some(NewBacking { disk, name })
+        }
+    };
+    if args.r#unsafe {
+        let label = new
+            .as_ref()
+            .map(|new| (new.name.as_path(), new.disk.top.format));
+        image::rename_backing(&old, label).map_err(failure)?;
+    } else {
+        let mut watch = Watch::new(mode, Some(&args.pace));
+        image::rebase(&old, new.as_ref(), &mut watch).map_err(failure)?;
+    }
+    let text = match &new {
+        Some(new) => format!("lies over {} now", new.name.display()),
+        None => "lies over nothing now".to_owned(),
+    };
+    done(mode, path, &text)
 }

@@ -15,6 +15,7 @@
 //! | [`worker`] | the thread of a device: one wait point, reset and activation as messages |
 //! | [`queue`] | a virtqueue as the thread that serves it sees it |
 //! | [`memory`] | checked pieces of guest memory and the system calls on them; with `net::sys`, all the `unsafe` there is |
+//! | [`vhost_user_blk`] | a disk whose queues another process serves |
 //! | [`block`], [`net`], [`rng`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
 #![deny(unsafe_code)]
 
@@ -26,6 +27,7 @@ pub mod queue;
 pub mod rng;
 #[cfg(test)]
 mod testing;
+pub mod vhost_user_blk;
 pub mod worker;
 
 use std::sync::Arc;

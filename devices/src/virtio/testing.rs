@@ -73,6 +73,26 @@ impl Guest {
         }
     }
 
+    /// RAM that other processes can map.
+    pub(crate) fn shared() -> Self {
+        let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let file = Arc::new(std::fs::File::from(file));
+        file.set_len(RAM_BYTES).unwrap();
+        let half = RAM_BYTES / 2;
+        let ranges = [0, half].map(|start| {
+            let place = vm_memory::FileOffset::from_arc(Arc::clone(&file), start);
+            (
+                GuestAddress(start),
+                usize::try_from(half).unwrap(),
+                Some(place),
+            )
+        });
+        Self {
+            memory: Arc::new(GuestMemoryMmap::from_ranges_with_files(ranges).unwrap()),
+            ..Self::new()
+        }
+    }
+
     pub(crate) fn allocate(&mut self, bytes: u64) -> u64 {
         let address = self.next;
         self.next = (address + bytes).next_multiple_of(64);

@@ -114,7 +114,13 @@ pub trait Service: Send {
 }
 
 /// Says that a request to a thread is done, by being dropped.
-struct Answer(Arc<Gate>);
+pub(super) struct Answer(Arc<Gate>);
+
+/// An answer to be given, and what waits for it.
+pub(super) fn answer() -> (Answer, Answers) {
+    let gate = Arc::new(Gate::default());
+    (Answer(Arc::clone(&gate)), Answers(vec![gate]))
+}
 
 #[derive(Default)]
 struct Gate {
@@ -269,10 +275,10 @@ impl Worker {
     /// Stops serving queues. A thread that has ended serves none, so the answer is there at once.
     #[must_use]
     pub fn reset(&self, scope: Scope) -> Answers {
-        let gate = Arc::new(Gate::default());
+        let (answer, answers) = answer();
         // A message that cannot be sent is dropped, and the answer in it with it.
-        let _ = self.send(Message::Reset(scope, Answer(Arc::clone(&gate))));
-        Answers(vec![gate])
+        let _ = self.send(Message::Reset(scope, answer));
+        answers
     }
 
     /// Stops serving queues as [`Worker::reset`] does, but answers what is under way first. The queues come through the channel, which

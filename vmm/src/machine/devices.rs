@@ -22,6 +22,7 @@ use drover_devices::virtio::pci::VirtioPciMetrics;
 use drover_devices::virtio::pci::{VirtioPci, Wiring};
 use drover_devices::virtio::rng::Rng;
 use drover_devices::virtio::rng::metrics::RngMetrics;
+use drover_devices::virtio::vhost_user_blk::{VhostUserBlk, VhostUserBlkOptions, VhostUserMetrics};
 
 use super::BuildError;
 use super::disks::{self, LiveDisk, Opener};
@@ -40,6 +41,8 @@ pub enum DeviceMetrics {
     Net(Arc<NetMetrics>),
     /// The entropy device.
     Rng(Arc<RngMetrics>),
+    /// A disk that another process serves.
+    VhostUser(Arc<VhostUserMetrics>),
 }
 
 /// A device on the bus, as far as reports need it.
@@ -74,13 +77,19 @@ pub(super) struct Connected {
 /// The files behind a definition's devices. Opening them comes first: it is where most definitions fail, and it needs no VM.
 pub(super) struct Opened {
     disks: Vec<(Disk, DiskOptions)>,
+    served: Vec<VhostUserBlk>,
     nets: Vec<Vec<Tap>>,
     rng: Option<File>,
 }
 
 impl Opened {
-    pub(super) fn open(config: &VmConfig, opener: &mut Opener) -> Result<Self, BuildError> {
-        let wanted = config.disks.len() + config.nets.len() + usize::from(config.rng);
+    pub(super) fn open(
+        config: &VmConfig,
+        opener: &mut Opener,
+        threads: &dyn Threads,
+    ) -> Result<Self, BuildError> {
+        let disks = config.disks.len() + config.vhost_user_disks.len();
+        let wanted = disks + config.nets.len() + usize::from(config.rng);
         let slots = usize::from(LPC_SLOT - FIRST_SLOT);
         if wanted > slots {
             return Err(BuildError::host(format!(
@@ -94,12 +103,25 @@ impl Opened {
                 .map(|disk| (disk, options))
                 .map_err(BuildError::of(format!("disks[{index}]")))
         });
+        let served = config.vhost_user_disks.iter().enumerate();
+        let served = served.map(|(index, disk)| {
+            let options = VhostUserBlkOptions {
+                id: disk.id.clone(),
+                socket: disk.socket.clone(),
+                queues: disk.queues,
+                queue_size: disk.queue_size,
+            };
+            VhostUserBlk::connect(&options, threads).map_err(|error| {
+                BuildError::of(format!("vhost_user_disks[{index}].socket"))(error.into())
+            })
+        });
         let nets = config.nets.iter().enumerate().map(|(index, net)| {
             open_taps(net).map_err(BuildError::of(format!("nets[{index}].tap")))
         });
         let rng = config.rng.then(|| File::open("/dev/urandom")).transpose();
         Ok(Self {
             disks: disks.collect::<Result<_, _>>()?,
+            served: served.collect::<Result<_, _>>()?,
             nets: nets.collect::<Result<_, _>>()?,
             rng: rng
                 .map_err(|error| BuildError::of("rng")(format!("/dev/urandom: {error}").into()))?,
@@ -150,6 +172,10 @@ impl Opened {
                 missing: None,
             });
             connect(&config.id, Box::new(block), metrics)?;
+        }
+        for (disk, config) in self.served.into_iter().zip(&config.vhost_user_disks) {
+            let metrics = DeviceMetrics::VhostUser(disk.metrics());
+            connect(&config.id, Box::new(disk), metrics)?;
         }
         for (index, (taps, net)) in self.nets.into_iter().zip(&config.nets).enumerate() {
             let field = format!("nets[{index}]");

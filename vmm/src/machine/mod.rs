@@ -84,7 +84,7 @@ impl Machine {
         let mut boot = BootFiles::open(&config.boot)
             .map_err(|error| BuildError::of(error.field)(error.to_string().into()))?;
         let mut opener = Opener::new(threads.pool_start());
-        let opened = Opened::open(&config, &mut opener)?;
+        let opened = Opened::open(&config, &mut opener, &threads)?;
         let serial = SerialBackEnd::open(&config.serial)?;
         let vm = kvm::Vm::create().map_err(BuildError::host)?;
         let memory = Memory::new(&config.memory).map_err(|error| match error.field() {

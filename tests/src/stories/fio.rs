@@ -1,4 +1,5 @@
-//! fio writes and verifies on an overlay with several jobs and queues, while the file system is trimmed beneath it.
+//! fio writes and verifies on an overlay with several jobs and queues, while the file system is trimmed and the chain changed
+//! beneath it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,16 +8,17 @@ use serde_json::json;
 
 use crate::ensure;
 use crate::failure::{Context as _, Result};
-use crate::fixtures::command::{ImageState, disk_usage, qemu_img_check, succeed};
+use crate::fixtures::command::{ImageState, qemu_img_check, succeed};
 use crate::fixtures::guest::SmallGuest;
 use crate::fixtures::vm::{Vm, small_guest};
-use crate::stories::disk::{overlay, overlay_disk, text};
+use crate::stories::disk::{LONG, overlay, overlay_disk, text};
+use crate::stories::live_disk::{job, snapshot};
 use crate::stories::{Scene, Story};
 
 pub(super) static STORIES: &[Story] = &[
     Story::small(
         "fio",
-        "fio_verifies_an_overlay_that_is_trimmed_meanwhile",
+        "fio_verifies_an_overlay_that_is_trimmed_snapshotted_and_committed_meanwhile",
         short,
     )
     .seconds(70, 400),
@@ -29,6 +31,9 @@ pub(super) static STORIES: &[Story] = &[
     .only_long(),
 ];
 
+/// The least rounds of fio.
+const ROUNDS: u32 = 2;
+
 /// Four jobs write pieces of 4 to 64 KiB at random, eight at a time each, flush now and then, and read all of it again.
 /// `$1` is the number of the round, so that each writes other bytes at other places.
 const FIO: &str = "/tools/bin/fio --thread --directory=/mnt --name=v --numjobs=4 --size=8m --rw=randwrite --bsrange=4k-64k \
@@ -40,7 +45,7 @@ const TRIM: &str = "while [ ! -e /tmp/over ]; do dd if=/dev/urandom of=/mnt/gone
                     rm /mnt/gone && fstrim /mnt && echo >> /tmp/trims || exit 1; done";
 
 fn short(scene: &Scene) -> Result {
-    verify(scene, Duration::from_secs(8))
+    verify(scene, Duration::ZERO)
 }
 
 fn three_minutes(scene: &Scene) -> Result {
@@ -58,7 +63,8 @@ pub(super) fn mount(vm: &mut Vm) -> Result {
         .map(|_| ())
 }
 
-/// Rounds of fio until the guest has been at it for `time` of its own clock.
+/// Rounds of fio until the guest has been at it for `time` of its own clock. At the beginning of every second round the disk
+/// gets a new overlay, in the other rounds that is committed again; all while fio and fstrim are at work.
 fn verify(scene: &Scene, time: Duration) -> Result {
     let (base, top) = overlay(scene)?;
     let guest = SmallGuest::prepare(scene)?;
@@ -72,33 +78,57 @@ fn verify(scene: &Scene, time: Duration) -> Result {
     mount(&mut vm)?;
     let seconds = time.as_secs();
     let script = format!(
-        "end=$(($(cut -d. -f1 /proc/uptime) + {seconds})); ({TRIM}) & trim=$!; n=0; status=0; \
-         fio() {{ {FIO}; }}; \
-         while [ $status = 0 ] && [ $(cut -d. -f1 /proc/uptime) -lt $end ]; do n=$((n+1)); echo ROUND $n; fio $n || status=1; done; \
+        "end=$(($(cut -d. -f1 /proc/uptime) + {seconds})); ({TRIM}) & trim=$!; n=0; status=0; fio() {{ {FIO}; }}; \
+         while [ $n -lt {ROUNDS} ] || [ $(cut -d. -f1 /proc/uptime) -lt $end ]; do \
+         n=$((n+1)); echo LAB-ROUND $n; fio $n || {{ status=1; break; }}; done; \
          : > /tmp/over; wait $trim || status=2; cat /tmp/fio.log; \
-         echo ROUNDS $n TRIMS $(wc -l < /tmp/trims) STATUS $status; [ $status = 0 ]"
+         echo LAB-ROUND over; echo TRIMS $(wc -l < /tmp/trims); [ $status = 0 ]"
     );
     let id = vm.console.start(&script)?;
-    let reply = vm
-        .console
-        .finish(id, Duration::from_secs(240) + 4 * time)
-        .context("fio and fstrim")?;
-    print!("{}", reply.output);
-    let last = reply.output.lines().last().unwrap_or_default();
-    let number = |word: &str| -> u64 {
-        let mut words = last.split_whitespace().skip_while(|&each| each != word);
-        words.nth(1).and_then(|text| text.parse().ok()).unwrap_or(0)
-    };
-    ensure!(reply.status == 0, "fio: {}", reply.output);
+    let (mut rounds, mut snapshots, mut commits) = (0, 0, 0);
+    let mut upper = None;
+    loop {
+        vm.console.wait_for("LAB-ROUND ", 4 * LONG)?;
+        if vm.console.wait_for("\n", LONG)? == "over" {
+            break;
+        }
+        rounds += 1;
+        match upper.take() {
+            None => {
+                let path = scene.folder.join(format!("upper-{rounds}.qcow2"));
+                snapshot(&vm, "data", &path).context("a snapshot while fio runs")?;
+                snapshots += 1;
+                upper = Some(path);
+            }
+            Some(path) => {
+                job(&vm, "data", "commit").context("a commit while fio runs")?;
+                std::fs::remove_file(path).context("remove the committed overlay")?;
+                commits += 1;
+            }
+        }
+    }
+    let reply = vm.console.finish(id, LONG).context("fio and fstrim")?;
+    println!(
+        "{rounds} rounds, {snapshots} snapshots, {commits} commits, {}",
+        reply.output
+    );
     ensure!(
-        number("ROUNDS") >= 1 && number("TRIMS") >= 1,
-        "nothing was done: {last}"
+        reply.status == 0,
+        "fio: {}{}",
+        vm.console.text(),
+        reply.output
+    );
+    ensure!(
+        rounds >= ROUNDS && !reply.output.ends_with("TRIMS 0"),
+        "little was done: {rounds} rounds, {}",
+        reply.output
     );
     vm.run("umount /mnt")?;
     vm.power_off()?;
-    sound(scene, &top)?;
-    println!("the overlay takes {} bytes", disk_usage(&top)?);
-    Ok(())
+    if let Some(upper) = upper {
+        sound(scene, &upper)?;
+    }
+    sound(scene, &top)
 }
 
 /// QEMU, we and e2fsck find nothing wrong with an image and the file system in it.

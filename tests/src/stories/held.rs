@@ -113,9 +113,12 @@ fn refused(scene: &Scene) -> Result {
                 "drover {} touched an image that a VM holds",
                 words.join(" ")
             );
+            // Somebody has it, or it is there already; nothing else may be what stops a command.
+            let why = ["process", "exist", "lease", "holds"];
             ensure!(
-                answer.stderr.contains(".qcow2") && !answer.stderr.contains("Usage"),
-                "drover {} names no image in its refusal: {}",
+                answer.stderr.contains(".qcow2")
+                    && why.iter().any(|word| answer.stderr.contains(word)),
+                "drover {} does not say who has which image: {}",
                 words.join(" "),
                 answer.stderr
             );

@@ -713,6 +713,6 @@ fn a_source_that_somebody_writes_and_a_target_that_exists_are_left_alone() {
     disk.close();
     std::fs::write(&target, "precious").unwrap();
     let error = image::import(&from, &target, &wanted, &mut Unwatched).unwrap_err();
-    assert!(error.to_string().contains("exists"), "{error}");
+    assert!(error.to_string().contains("File exists"), "{error}");
     assert_eq!(std::fs::read(&target).unwrap(), b"precious");
 }

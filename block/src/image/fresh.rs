@@ -27,8 +27,7 @@ pub(super) fn must_be_absent(target: &Path) -> Result<(), Error> {
     if target.symlink_metadata().is_err() {
         return Ok(());
     }
-    let exists = std::io::Error::from(std::io::ErrorKind::AlreadyExists);
-    Err(Error::io(target, "create it", exists))
+    Err(Error::io(target, "create it", rustix::io::Errno::EXIST))
 }
 
 /// Removes what a job that died left behind; one that still runs holds its file.

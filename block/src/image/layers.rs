@@ -30,7 +30,11 @@ pub fn commit(spec: &DiskSpec, monitor: &mut dyn Monitor) -> Result<(), Error> {
         commit_below: true,
         ..DiskOptions::default()
     };
-    run(Disk::open_with(spec, options)?, Job::Commit, monitor)
+    let disk = DiskSpec {
+        read_only: false,
+        ..spec.clone()
+    };
+    run(Disk::open_with(&disk, options)?, Job::Commit, monitor)
 }
 
 /// Copies what the layers below have, and the top does not hide, into the top image, which then needs no backing file.

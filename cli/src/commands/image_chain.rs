@@ -124,6 +124,9 @@ pub(crate) fn failure(error: Error) -> Failure {
                 error.path.display()
             )
         }
+        ErrorKind::Job(reason) if reason.contains("listed") => {
+            format!("{error}: list them with --backing and --backing-format")
+        }
         _ => error.to_string(),
     };
     let host = match &error.kind {

@@ -78,7 +78,12 @@ fn a_definition_written_as_json_or_yaml_is_the_same() {
     let escaped =
         br#"{"name":"t1","memory":{"size":67108864},"boot":{"kernel":"\/k-\ud83d\ude00"}}"#;
     assert_eq!(
-        parse(escaped, "vm.json").unwrap().boot.kernel.to_str(),
+        parse(escaped, "vm.json")
+            .unwrap()
+            .boot
+            .kernel
+            .unwrap()
+            .to_str(),
         Some("/k-\u{1f600}")
     );
 }

@@ -184,6 +184,22 @@ impl RamLayout {
         map.retain(|entry| entry.size_bytes > 0);
         map
     }
+
+    /// The memory map for firmware, which makes its own of it: RAM, and what KVM keeps for itself.
+    #[must_use]
+    pub fn firmware_e820(&self) -> Vec<E820Entry> {
+        let kvm = KVM_IDENTITY_MAP..KVM_TSS + 3 * 4096;
+        let mut map = vec![
+            E820Entry::new(self.low.clone(), E820Kind::Ram),
+            E820Entry::new(kvm, E820Kind::Reserved),
+        ];
+        map.extend(
+            self.high
+                .clone()
+                .map(|high| E820Entry::new(high, E820Kind::Ram)),
+        );
+        map
+    }
 }
 
 /// The 64-bit PCI window: the top eighth of a physical address space of `phys_bits`, where firmware puts it too.

@@ -136,6 +136,15 @@ impl SmbiosTables {
             blob,
         })
     }
+
+    /// Entry point and structures apart, as firmware takes them; it says in the entry point where it puts the structures.
+    #[must_use]
+    pub fn into_parts(self) -> (Vec<u8>, Vec<u8>) {
+        let mut anchor = self.blob;
+        let structures = anchor.split_off((TABLE_OFFSET as usize).min(anchor.len()));
+        anchor.truncate(size_of::<EntryPoint>());
+        (anchor, structures)
+    }
 }
 
 /// Structures, one behind the other, with ascending handles.

@@ -175,7 +175,12 @@ impl Disk {
     /// Those of [`Disk::open`], and what the host says where it allows no io_uring or no more threads.
     pub fn open_with(spec: &DiskSpec, options: impl Into<DiskOptions>) -> Result<Self, Error> {
         let options = options.into();
-        let chain = Chain::open(spec, writable_layers(spec, &options)?, &options.cache)?;
+        let chain = Chain::open(
+            spec,
+            writable_layers(spec, &options)?,
+            &options.cache,
+            options.lease.as_ref(),
+        )?;
         let path = &spec.top.path;
         let queue = match options.engine {
             IoEngine::Inline => None,
@@ -217,7 +222,7 @@ impl Disk {
         seed: u64,
         options: &DiskOptions,
     ) -> Result<Self, Error> {
-        let chain = Chain::open(spec, writable_layers(spec, options)?, &options.cache)?;
+        let chain = Chain::open(spec, writable_layers(spec, options)?, &options.cache, None)?;
         let mut disk = Self::new(chain, spec, Some(Queue::shuffle(seed)));
         if options.commit_below {
             let size = disk.size_bytes();
@@ -422,6 +427,25 @@ impl Disk {
         self.closed = true;
         self.settle()
             .map_err(|error| Error::new(self.top().file().path(), ErrorKind::Request(error)))
+    }
+
+    /// [`Disk::close`], but the lease of the top image stays with this process, for a disk that is going to be opened again. It goes
+    /// on with the same epoch then; [`lease::give_back`](crate::lease::give_back) is for one that is not.
+    ///
+    /// # Errors
+    /// As [`Disk::close`].
+    pub fn close_keeping_lease(self) -> Result<(), Error> {
+        if let Some(lease) = self.core().chain.lease() {
+            lease.keep();
+        }
+        self.close()
+    }
+
+    /// The epoch of the lease of the top image; `None` without one, or where another has taken it.
+    #[must_use]
+    pub fn lease_epoch(&self) -> Option<u64> {
+        let lease = self.core().chain.lease()?;
+        lease.is_ours().then(|| lease.epoch())
     }
 
     /// Waits for every request and leaves nothing to be done.

@@ -52,6 +52,9 @@ pub enum ErrorKind {
     /// Another process uses the file in a way that excludes us.
     #[error("{0}")]
     Locked(&'static str),
+    /// The lease beside the image keeps others from writing it; see [`crate::lease`].
+    #[error("{0}")]
+    Leased(String),
     /// The chain of backing files is not allowed.
     #[error("{0}")]
     Backing(String),

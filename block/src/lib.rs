@@ -13,6 +13,7 @@
 //! | `task` | futures and holds by which requests keep out of each other's way |
 //! | `lock` | who may use an image at the same time |
 //! | `online` | jobs on an open disk, beside its guest's requests: flatten, commit |
+//! | [`lease`] | who owns an image, over hosts and deaths |
 //! | [`image`] | jobs on images: create, resize, info, check |
 //!
 //! Nothing here knows virtio or a guest's memory, and no byte of an image decides what is opened: formats and chains are stated
@@ -26,6 +27,7 @@ mod disk;
 mod error;
 pub mod image;
 mod io;
+pub mod lease;
 mod lock;
 mod lru;
 mod online;

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::budget::CacheBudget;
 use crate::io::queue::Queue;
+use crate::lease::LeaseRequest;
 use crate::statistics::DiskStatistics;
 use crate::throttle::Throttle;
 
@@ -57,6 +58,9 @@ pub struct DiskOptions {
     pub detect_zeroes: DetectZeroes,
     /// Limits to keep to, alone or with the other disks that were given the same ones.
     pub throttle: Option<Arc<Throttle>>,
+    /// Own the top image by a lease beside it while the disk is open, and over the death of this process. Without one the disk still
+    /// respects the lease of another. Nothing for a disk that is read only, or on a block device.
+    pub lease: Option<LeaseRequest>,
     /// Counters to go on with; new ones unless given. Only those that are given tell the allocated bytes.
     pub statistics: Option<Arc<DiskStatistics>>,
     /// What the caches of tables may take, together with those of other disks.

@@ -10,8 +10,10 @@ pub enum ThreadRole {
     Disk,
     /// Serves one network queue pair.
     Net,
-    /// Serves a slow device (rng).
+    /// Serves a slow device (rng, console).
     Slow,
+    /// Serves the guest's sockets.
+    Vsock,
     /// Speaks with the back end of a vhost-user device.
     VhostUser,
 }

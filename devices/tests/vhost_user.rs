@@ -12,7 +12,7 @@ use drover_devices::thread::{ThreadRole, Threads};
 use drover_devices::vhost_user::client::{
     Access, Client, ClientError, ClientOptions, Job, Order, Pattern,
 };
-use drover_devices::vhost_user::export::{ExportError, serve};
+use drover_devices::vhost_user::export::{Crashes, ExportError, serve};
 use drover_devices::virtio::block::bits::feature;
 use drover_devices::virtio::block::{Block, BlockOptions};
 
@@ -82,7 +82,8 @@ impl Export {
         let block = Block::new(disk, &options, &PlainThreads).unwrap();
         let listener = UnixListener::bind(folder.path().join("disk.sock")).unwrap();
         let (wait, stop) = rustix::pipe::pipe().unwrap();
-        let thread = std::thread::spawn(move || serve(&listener, block, wait.as_fd()));
+        let thread =
+            std::thread::spawn(move || serve(&listener, block, Crashes::default(), wait.as_fd()));
         Self {
             folder,
             stop: Some(stop),

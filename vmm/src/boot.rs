@@ -18,6 +18,7 @@ use crate::vcpu::BootState;
 /// names mean something else by then.
 pub struct BootFiles {
     config: BootConfig,
+    kernel_path: PathBuf,
     kernel: File,
     initrd: Option<File>,
 }
@@ -34,7 +35,8 @@ pub struct OpenError {
     pub source: std::io::Error,
 }
 
-fn open(field: &'static str, path: &Path) -> Result<File, OpenError> {
+/// Opens a regular file for reading.
+pub(crate) fn open(field: &'static str, path: &Path) -> Result<File, OpenError> {
     let file = File::open(path).and_then(|file| {
         if file.metadata()?.is_file() {
             Ok(file)
@@ -53,18 +55,19 @@ fn open(field: &'static str, path: &Path) -> Result<File, OpenError> {
 }
 
 impl BootFiles {
-    /// Opens what `config` names.
+    /// Opens what `config` names; `kernel` is its kernel.
     ///
     /// # Errors
     /// A file is missing or not readable.
-    pub fn open(config: &BootConfig) -> Result<Self, OpenError> {
+    pub fn open(kernel: &Path, config: &BootConfig) -> Result<Self, OpenError> {
         let initrd = config
             .initrd
             .as_deref()
             .map(|path| open("boot.initrd", path))
             .transpose()?;
         Ok(Self {
-            kernel: open("boot.kernel", &config.kernel)?,
+            kernel: open("boot.kernel", kernel)?,
+            kernel_path: kernel.to_owned(),
             initrd,
             config: config.clone(),
         })
@@ -72,7 +75,7 @@ impl BootFiles {
 
     /// The kernel's file.
     pub fn kernel_path(&self) -> &Path {
-        &self.config.kernel
+        &self.kernel_path
     }
 
     /// The initial RAM disk's file.

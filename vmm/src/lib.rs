@@ -11,17 +11,20 @@
 //! | [`kvm_state`] | everything that KVM keeps of a VM, as plain data, and the order of restoring it |
 //! | [`vcpu`] | processors: threads, exits, pause and reset |
 //! | [`boot`] | direct kernel boot |
+//! | [`firmware`], [`flash`] | boot through stock firmware; its flash in the guest's memory |
 //! | [`console`] | the serial console on the control thread |
 //! | [`metrics`] | what is counted, in the Prometheus text format |
 //! | [`threads`] | threads by role and their seccomp policies |
 //! | [`process`] | signals, allocator, terminal |
 //!
 //! Invariants: only the control thread touches the [`machine::Machine`]; no data of the guest's disks and networks passes it; unsafe code
-//! is in [`memory`], [`process`], [`vcpu::run_page`] and [`kvm_state::raw`] alone.
+//! is in [`flash`], [`memory`], [`process`], [`vcpu::run_page`] and [`kvm_state::raw`] alone.
 
 pub mod boot;
 pub mod console;
 pub mod control;
+pub mod firmware;
+pub mod flash;
 pub mod kvm;
 pub mod kvm_state;
 pub mod lifecycle;

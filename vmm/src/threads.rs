@@ -5,7 +5,7 @@
 //! | control | main thread | what building, resetting and removing a VM takes; a superset of the others, which inherit it |
 //! | api | HTTP server | sockets and epoll |
 //! | vcpu | vcpu-N | KVM ioctls, signals |
-//! | disk, net, slow | device threads | their files' reads and writes, epoll |
+//! | disk, net, slow, vsock | device threads | their files' reads and writes, epoll |
 //! | vhost_user | device threads | a unix socket, epoll |
 //! | pool | block-io-N, of disks that use no io_uring | transfers of files that are open |
 //!
@@ -36,13 +36,15 @@ pub enum Role {
     Net,
     /// Serves a slow device.
     Slow,
+    /// Serves the guest's sockets.
+    Vsock,
     /// Speaks with the back end of a vhost-user device.
     VhostUser,
 }
 
 impl Role {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Control,
         Self::Api,
         Self::Vcpu,
@@ -50,6 +52,7 @@ impl Role {
         Self::Pool,
         Self::Net,
         Self::Slow,
+        Self::Vsock,
         Self::VhostUser,
     ];
 
@@ -62,6 +65,7 @@ impl Role {
             Self::Pool => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-pool")),
             Self::Net => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-net")),
             Self::Slow => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-slow")),
+            Self::Vsock => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-vsock")),
             Self::VhostUser => include_bytes!(concat!(env!("OUT_DIR"), "/seccomp-vhost_user")),
         }
     }
@@ -73,6 +77,7 @@ impl From<ThreadRole> for Role {
             ThreadRole::Disk => Self::Disk,
             ThreadRole::Net => Self::Net,
             ThreadRole::Slow => Self::Slow,
+            ThreadRole::Vsock => Self::Vsock,
             ThreadRole::VhostUser => Self::VhostUser,
         }
     }

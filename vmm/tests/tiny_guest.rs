@@ -243,7 +243,7 @@ fn what_the_host_cannot_give_is_refused_with_the_field_to_change() {
     let vm = Vm::idle();
     let config = Vm::config(vm.directory.path(), Code::new().halt(), "");
     let mut missing = config.clone();
-    missing.boot.kernel = vm.directory.path().join("nothing");
+    missing.boot.kernel = Some(vm.directory.path().join("nothing"));
     let error = vm.create(missing).unwrap_err();
     assert_eq!(
         (error.status(), error.field.as_deref()),
@@ -256,11 +256,12 @@ fn what_the_host_cannot_give_is_refused_with_the_field_to_change() {
         Some("memory.size")
     );
     let mut no_kernel = config;
-    no_kernel.boot.kernel = vm.directory.path().join("text");
-    std::fs::write(&no_kernel.boot.kernel, "not a kernel").unwrap();
+    let text = vm.directory.path().join("text");
+    std::fs::write(&text, "not a kernel").unwrap();
+    no_kernel.boot.kernel = Some(text.clone());
     let error = vm.create(no_kernel.clone()).unwrap_err();
     assert_eq!(error.field.as_deref(), Some("boot.kernel"));
-    let path = no_kernel.boot.kernel.display();
+    let path = text.display();
     assert!(
         error
             .message

@@ -286,7 +286,7 @@ fn check_base(definition: &Definition) -> Result<PathBuf, Error> {
 fn check_boot(definition: &Definition) -> Result<BootConfig, Error> {
     let mut boot = definition.config.boot.clone();
     for (field, path) in [
-        ("boot.kernel", Some(&mut boot.kernel)),
+        ("boot.kernel", boot.kernel.as_mut()),
         ("boot.initrd", boot.initrd.as_mut()),
     ] {
         let Some(path) = path else { continue };

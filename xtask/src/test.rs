@@ -53,7 +53,7 @@ pub(crate) fn run(suite: Suite, built: Option<&Path>, filter: &[String]) -> Resu
     match suite {
         Suite::Unit => counts += cargo_tests(&["--workspace"], filter)?,
         Suite::Block => {
-            counts += cargo_tests(&["-p", "drover-block", "--features", "import"], filter)?
+            counts += cargo_tests(&["-p", "drover-block", "--features", "import"], filter)?;
         }
         Suite::Api => counts += api(&Session::open(built)?)?,
         Suite::Lab => counts += stories(&Session::open(built)?, 1, filter)?,

@@ -33,6 +33,7 @@ pub use error::DefinitionError;
 pub use mac::{MacAddress, MacAddressError};
 pub use parse::{parse, parse_as};
 pub use size::{ByteSize, ByteSizeError};
+pub(crate) use validate::check_path;
 pub use validate::limits;
 
 /// One virtual machine.
@@ -165,22 +166,43 @@ pub struct MemoryConfig {
     pub overcommit: bool,
 }
 
-/// Direct kernel boot.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// What the machine starts: a kernel, firmware, or firmware that is handed a kernel.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct BootConfig {
-    /// An ELF kernel with a PVH note (vmlinux), or a bzImage (vmlinuz).
-    #[cfg_attr(feature = "server", schema(value_type = String, min_length = 1, max_length = 4095))]
-    pub kernel: PathBuf,
-    /// Initial RAM disk.
+    /// An ELF kernel with a PVH note (vmlinux), or a bzImage (vmlinuz); a bzImage if there is firmware.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "server", schema(value_type = Option<String>, min_length = 1, max_length = 4095))]
+    pub kernel: Option<PathBuf>,
+    /// Initial RAM disk; only with `kernel`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "server", schema(value_type = Option<String>, min_length = 1, max_length = 4095))]
     pub initrd: Option<PathBuf>,
-    /// Kernel command line, at most 2047 bytes.
+    /// Kernel command line, at most 2047 bytes; only with `kernel`.
     #[serde(default)]
     #[cfg_attr(feature = "server", schema(max_length = 2047))]
     pub cmdline: String,
+    /// Stock UEFI firmware, which boots from the disks. Without it the kernel is started directly.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub firmware: Option<FirmwareConfig>,
+}
+
+/// UEFI firmware as distributions package it (OVMF, the builds without SMM).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct FirmwareConfig {
+    /// The code (`OVMF_CODE_4M.fd`), shared by all VMs and never written.
+    #[cfg_attr(feature = "server", schema(value_type = String, min_length = 1, max_length = 4095))]
+    pub code: PathBuf,
+    /// The VM's own copy of the variables that belong to the code (`OVMF_VARS_4M.fd`), written by the guest.
+    #[cfg_attr(feature = "server", schema(value_type = String, min_length = 1, max_length = 4095))]
+    pub vars: PathBuf,
+    /// Where the firmware's debug output goes; replaced when the VM is created.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "server", schema(value_type = Option<String>, min_length = 1, max_length = 4095))]
+    pub log: Option<PathBuf>,
 }
 
 /// A network card.

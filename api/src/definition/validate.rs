@@ -6,8 +6,8 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 
 use super::{
-    ByteSize, DefinitionError, DiskConfig, MemoryConfig, NetConfig, SerialConfig, TapConfig,
-    Topology, VhostUserDiskConfig, VmConfig, conflicts,
+    BootConfig, ByteSize, DefinitionError, DiskConfig, MemoryConfig, NetConfig, SerialConfig,
+    TapConfig, Topology, VhostUserDiskConfig, VmConfig, conflicts,
 };
 
 /// The bounds of single values.
@@ -80,11 +80,7 @@ impl VmConfig {
             check_topology(topology)?;
         }
         self.memory.check()?;
-        check_path("boot.kernel", &self.boot.kernel)?;
-        if let Some(initrd) = &self.boot.initrd {
-            check_path("boot.initrd", initrd)?;
-        }
-        check_cmdline(&self.boot.cmdline)?;
+        self.boot.check()?;
         for (index, disk) in self.disks.iter().enumerate() {
             disk.check(&format!("disks[{index}]"))?;
         }
@@ -206,6 +202,61 @@ impl VmConfig {
                 .enumerate()
                 .map(move |(j, fd)| (format!("nets[{i}].tap.fds[{j}]"), fd))
         }))
+    }
+}
+
+impl BootConfig {
+    /// The checks of `boot`.
+    ///
+    /// # Errors
+    /// There is nothing to start, or a path or the command line is none.
+    pub fn check(&self) -> Result {
+        let paths = [
+            ("boot.kernel", self.kernel.as_deref()),
+            ("boot.initrd", self.initrd.as_deref()),
+            (
+                "boot.firmware.code",
+                self.firmware.as_ref().map(|firmware| &*firmware.code),
+            ),
+            (
+                "boot.firmware.vars",
+                self.firmware.as_ref().map(|firmware| &*firmware.vars),
+            ),
+            (
+                "boot.firmware.log",
+                self.firmware
+                    .as_ref()
+                    .and_then(|firmware| firmware.log.as_deref()),
+            ),
+        ];
+        for (field, path) in paths {
+            if let Some(path) = path {
+                check_path(field, path)?;
+            }
+        }
+        if self.kernel.is_none() {
+            if self.firmware.is_none() {
+                return refuse(
+                    "boot",
+                    "there is nothing to start: give \"kernel\" or \"firmware\"",
+                );
+            }
+            if self.initrd.is_some() {
+                return refuse("boot.initrd", "needs \"kernel\"");
+            }
+            if !self.cmdline.is_empty() {
+                return refuse("boot.cmdline", "needs \"kernel\"");
+            }
+        }
+        if let Some(firmware) = &self.firmware
+            && firmware.code == firmware.vars
+        {
+            return refuse(
+                "boot.firmware.vars",
+                "is the code: the VM needs its own copy of the variables, such as OVMF_VARS_4M.fd",
+            );
+        }
+        check_cmdline(&self.cmdline)
     }
 }
 

@@ -13,6 +13,7 @@
 
 mod dsdt;
 mod fadt;
+pub mod loader;
 mod madt;
 mod mcfg;
 mod rsdp;

@@ -22,6 +22,7 @@ use crate::buffers::Span;
 use crate::error::IoError;
 use crate::io::BlockFile;
 use crate::io::queue::Queue;
+use crate::lease::Held;
 use crate::qcow2::header::Header;
 use crate::qcow2::{Extent, Mapping, Qcow2};
 use crate::raw::Raw;
@@ -88,6 +89,8 @@ impl Image {
 
 /// The images of a disk, the top one first.
 pub(crate) struct Chain {
+    /// That the top is ours; given back before its locks are.
+    lease: Option<Held>,
     layers: Vec<Image>,
     /// How many layers, from the top, may change while the chain is open. The others never do.
     writable: usize,
@@ -143,6 +146,11 @@ impl Chain {
     /// The chain as the layer of this number sees it.
     pub(crate) fn view(&self, first: usize) -> View<'_> {
         View { chain: self, first }
+    }
+
+    /// The lease of the top.
+    pub(crate) fn lease(&self) -> Option<&Held> {
+        self.lease.as_ref()
     }
 
     /// The image that is written.

@@ -15,6 +15,7 @@ use super::{Chain, Image, MAX_LAYERS};
 use crate::budget::{CacheBudget, CacheCounts};
 use crate::error::{Error, ErrorKind};
 use crate::io::{BlockFile, open_error, open_flags};
+use crate::lease::{self, Held, LeaseRequest};
 use crate::lock::Access;
 use crate::qcow2::Qcow2;
 use crate::raw::Raw;
@@ -26,9 +27,12 @@ impl Chain {
         spec: &DiskSpec,
         writable: usize,
         budget: &CacheBudget,
+        lease: Option<&LeaseRequest>,
     ) -> Result<Self, Error> {
         let writable = if spec.read_only { 0 } else { writable };
-        Self::open_layers(spec, Opener::new(writable, budget))
+        let mut opener = Opener::new(writable, budget);
+        opener.wanted = lease.cloned();
+        Self::open_layers(spec, opener)
     }
 
     /// Opens every layer for reading, of which the caller has locked the top.
@@ -71,6 +75,9 @@ struct Opener {
     writable: usize,
     /// The caller has locked the top.
     top_is_locked: bool,
+    /// The top is to be owned.
+    wanted: Option<LeaseRequest>,
+    lease: Option<Held>,
 }
 
 impl Opener {
@@ -82,6 +89,8 @@ impl Opener {
             counts: Arc::default(),
             writable,
             top_is_locked: false,
+            wanted: None,
+            lease: None,
         }
     }
 
@@ -101,6 +110,7 @@ impl Opener {
         }
         let merged = Merged::new(&self.layers, self.writable, &self.budget, &self.counts);
         Chain {
+            lease: self.lease,
             layers: self.layers,
             writable: self.writable,
             merged,
@@ -127,7 +137,11 @@ impl Opener {
         }
         self.seen.push(identity);
         if !(self.top_is_locked && self.layers.is_empty()) {
-            file.lock(access)?;
+            let above = self.last().map(|above| above.file().path());
+            file.lock_below(access, above)?;
+            if let Some(wanted) = self.wanted.take_if(|_| written && !file.is_device()) {
+                self.lease = Some(lease::take(&path, &wanted)?);
+            }
         }
         self.layers.push(match format {
             Format::Raw => Image::Raw(Raw::open(file)?),
@@ -247,11 +261,14 @@ fn check_stated(above: &Image, layer: &Layer) -> Result<(), Error> {
     let Some(header) = above.header() else {
         return refuse("a raw image has no backing files".into());
     };
-    let Some(format) = header
-        .backing
-        .as_ref()
-        .and_then(|backing| backing.format.as_deref())
-    else {
+    let Some(backing) = &header.backing else {
+        // Where it has nothing it reads as zero, and whoever discarded there relied on that.
+        return refuse(format!(
+            "its header names no backing file, so it has none (it may have been flattened): do not list `{}` below it",
+            layer.path.display()
+        ));
+    };
+    let Some(format) = backing.format.as_deref() else {
         return Ok(());
     };
     let stated = match layer.format {

@@ -34,6 +34,7 @@ use self::queue::Queue;
 use crate::Cache;
 use crate::buffers::{PAGE, Pages, RawSlice, Span};
 use crate::error::{Error, ErrorKind};
+use crate::lease;
 use crate::lock::{self, Access};
 use crate::task::{Guard, Kind, RangeLock};
 
@@ -213,8 +214,23 @@ impl BlockFile {
         })
     }
 
-    /// Keeps other processes from using the file in a way that conflicts, until this is dropped.
+    /// Keeps other processes from using the file in a way that conflicts, until this is dropped. Where it is going to be written its
+    /// lease must allow that.
     pub(crate) fn lock(&self, access: Access) -> Result<(), Error> {
+        self.lock_below(access, None)
+    }
+
+    /// [`BlockFile::lock`] for an image over which `above` lies, which may be committed to it.
+    pub(crate) fn lock_below(&self, access: Access, above: Option<&Path>) -> Result<(), Error> {
+        self.lock_only(access)?;
+        if access == Access::Write && !self.is_device {
+            lease::check(&self.path, above)?;
+        }
+        Ok(())
+    }
+
+    /// [`BlockFile::lock`] whatever its lease says.
+    pub(crate) fn lock_only(&self, access: Access) -> Result<(), Error> {
         lock::acquire(&self.path, self.fd(), access)?;
         self.locked.set(Some(access));
         Ok(())

@@ -9,7 +9,7 @@ use drover_api::socket::{SocketError, bind_socket};
 use drover_block::{Cache, Disk, IoEngine};
 use drover_devices::termination::TerminationSignals;
 use drover_devices::thread::{ThreadRole, Threads};
-use drover_devices::vhost_user::export::serve;
+use drover_devices::vhost_user::export::{Crashes, serve};
 use drover_devices::virtio::block::{Block, BlockOptions, MAX_QUEUES};
 use tracing_subscriber::EnvFilter;
 
@@ -36,6 +36,10 @@ pub(crate) struct Export {
     /// How the image is cached on the host; what lies below it always is.
     #[arg(long, value_enum, default_value_t = Caching::Direct)]
     cache: Caching,
+    /// Make every write durable before it is answered, and let the VMM keep a record of requests under way: then it may go on with the
+    /// next export after this process was killed.
+    #[arg(long)]
+    crash_safe: bool,
     /// The serial number that guests see, at most 20 bytes.
     #[arg(long, default_value = "drover")]
     serial: String,
@@ -94,8 +98,18 @@ pub(crate) fn export(args: &Export) -> Result<(), Failure> {
     let path = args.chain.path.display();
     let block = Block::new(disk, &options, &PlainThreads)
         .map_err(|error| Failure::host(format!("{path}: cannot be served: {error}")))?;
-    serve(&listener, block, std::os::fd::AsFd::as_fd(&signals))
-        .map_err(|error| Failure::host(format!("{path}: {error}")))
+    let crashes = if args.crash_safe {
+        Crashes::LoseNothing
+    } else {
+        Crashes::LoseCache
+    };
+    serve(
+        &listener,
+        block,
+        crashes,
+        std::os::fd::AsFd::as_fd(&signals),
+    )
+    .map_err(|error| Failure::host(format!("{path}: {error}")))
 }
 
 /// What happens is told on standard error; how much, RUST_LOG says.

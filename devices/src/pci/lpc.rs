@@ -78,6 +78,13 @@ impl Lpc {
         Ok(lpc)
     }
 
+    /// Where the power management block is now, or would be if it were enabled. This is what the FADT must tell.
+    #[must_use]
+    pub fn pm_base(&self) -> u16 {
+        let config = self.config();
+        (config.u32_at(spec::PMBASE) & spec::PMBASE_ADDRESS) as u16
+    }
+
     /// The present configuration space.
     #[must_use]
     pub fn save(&self) -> ConfigSpaceState {

@@ -6,15 +6,22 @@
 //! | 0x60, 0x64 | keyboard controller, reset only | [`i8042`] |
 //! | 0x70–0x71 | real-time clock and CMOS memory | [`rtc`] |
 //! | 0x92 | system control port A | [`port92`] |
+//! | 0x402 | firmware's debug console | [`debugcon`] |
+//! | 0x510–0x51b | firmware configuration | [`fw_cfg`] |
 //! | 0xcf9 | reset control | [`reset`] |
 //! | PMBASE + 0x00–0x7f | ACPI power management, SCI on GSI 9 | [`pm`] |
+//!
+//! [`pflash`], the firmware's flash, lies in memory below 4 GiB.
 //!
 //! The serial port's other end, on the host, is one of the back ends in [`console`].
 //!
 //! A device that the guest uses to end or restart itself says so through a [`PowerSink`]; it never acts on the process.
 
 pub mod console;
+pub mod debugcon;
+pub mod fw_cfg;
 pub mod i8042;
+pub mod pflash;
 pub mod pm;
 pub mod port92;
 pub mod reset;

@@ -16,14 +16,15 @@
 //!   slot s of a queue:  descriptors 3s (header) ─> 3s+1 (data, or segment) ─> 3s+2 (status), always the same ones
 //! ```
 
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use rustix::fs::MemfdFlags;
-use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag};
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight};
 use vhost::vhost_user::{
     Frontend, VhostUserFrontend, VhostUserProtocolFeatures, VhostUserVirtioFeatures,
 };
@@ -48,6 +49,9 @@ const CHAIN: u16 = 3;
 /// Bytes set aside for the header, segment and status of a slot, and for each ring structure.
 const SLOT_BYTES: u64 = 64;
 const RING_BYTES: u64 = 64 << 10;
+
+/// What the connection is called at the wait point; calls have the numbers of their queues.
+const CONNECTION: u64 = 1 << 32;
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
@@ -202,6 +206,9 @@ pub enum ClientError {
     /// The back end answered what was not asked.
     #[error("the back end answered descriptor {0}, which was not under way")]
     Stray(u32),
+    /// The connection broke.
+    #[error("the back end has gone")]
+    Gone,
     /// Options or a request that this client is not made for.
     #[error("{0}")]
     Usage(&'static str),
@@ -244,8 +251,12 @@ struct Lane {
 /// A connection to a back end. Dropping it closes the connection as a crash would, without stopping the rings.
 pub struct Client {
     frontend: Frontend,
+    socket: PathBuf,
     memory: GuestMemoryMmap<()>,
     options: ClientOptions,
+    /// The back end's record of what is under way, where it keeps one.
+    record: Option<(VhostUserInflight, File)>,
+    reconnect: bool,
     ring_size: u16,
     config: Config,
     features: u64,
@@ -265,52 +276,16 @@ impl Client {
                 "a client has at least one queue, of depth 1 to 256",
             ));
         }
-        let mut frontend =
-            Frontend::connect(socket, options.queues.into()).map_err(protocol("connect"))?;
-        let offered = frontend.get_features().map_err(protocol("get features"))?;
-        let wanted = 1 << VIRTIO_F_VERSION_1
-            | 1 << VIRTIO_RING_F_EVENT_IDX
-            | feature::RO
-            | feature::FLUSH
-            | feature::MQ
-            | feature::DISCARD
-            | feature::WRITE_ZEROES
-            | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
-        let features = offered & wanted;
-        if features & 1 << VIRTIO_F_VERSION_1 == 0 {
-            return Err(ClientError::Missing("VIRTIO_F_VERSION_1"));
-        }
-        if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
-            return Err(ClientError::Missing("protocol features"));
-        }
-        let config = negotiate(&mut frontend, options)?;
-        frontend
-            .set_features(features)
-            .map_err(protocol("set features"))?;
-
+        let (frontend, features, config) = greet(socket, options)?;
         let ring_size = (options.depth * CHAIN).next_power_of_two();
         let per_slot = SLOT_BYTES + u64::from(options.buffer_bytes).next_multiple_of(4096);
         let per_lane = 3 * RING_BYTES + u64::from(options.depth) * per_slot;
         let per_lane = per_lane.next_multiple_of(4096);
         let memory = shared_memory(per_lane * u64::from(options.queues))?;
-        let region = memory.iter().next().ok_or(ClientError::Missing("memory"))?;
-        let region = VhostUserMemoryRegionInfo::from_guest_region(region)
-            .map_err(protocol("describe the memory"))?;
-        frontend
-            .set_mem_table(&[region])
-            .map_err(protocol("set the memory table"))?;
-
         let calls = Epoll::new().map_err(host("make an epoll"))?;
         let mut lanes = Vec::new();
         for index in 0..options.queues {
             let lane = Lane::lay_out(&memory, u64::from(index) * per_lane, options, ring_size)?;
-            start(
-                &mut frontend,
-                index,
-                &lane,
-                ring_size,
-                region.userspace_addr,
-            )?;
             calls
                 .ctl(
                     ControlOperation::Add,
@@ -320,16 +295,104 @@ impl Client {
                 .map_err(host("watch a call"))?;
             lanes.push(lane);
         }
-        Ok(Self {
+        let mut client = Self {
             frontend,
+            socket: socket.into(),
             memory,
             options: *options,
+            record: None,
+            reconnect: false,
             ring_size,
             config,
             features,
             lanes,
             calls,
-        })
+        };
+        client.hand_over()?;
+        Ok(client)
+    }
+
+    /// Hands memory, record and rings to the back end, which goes on where the rings are.
+    fn hand_over(&mut self) -> Result<()> {
+        let gone = EventSet::IN | EventSet::READ_HANG_UP;
+        self.calls
+            .ctl(
+                ControlOperation::Add,
+                self.frontend.as_raw_fd(),
+                EpollEvent::new(gone, CONNECTION),
+            )
+            .map_err(host("watch the connection"))?;
+        let region = self
+            .memory
+            .iter()
+            .next()
+            .ok_or(ClientError::Missing("memory"))?;
+        let region = VhostUserMemoryRegionInfo::from_guest_region(region)
+            .map_err(protocol("describe the memory"))?;
+        self.frontend
+            .set_mem_table(&[region])
+            .map_err(protocol("set the memory table"))?;
+        self.share_record()?;
+        for (index, lane) in (0_u16..).zip(&self.lanes) {
+            let base = shown(&self.memory, lane)?;
+            start(
+                &mut self.frontend,
+                index,
+                lane,
+                self.ring_size,
+                (region.userspace_addr, base),
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Gives the back end its record of requests, a new one if there is none; where it keeps none, nothing happens.
+    fn share_record(&mut self) -> Result<()> {
+        let wanted = VhostUserInflight {
+            num_queues: self.options.queues,
+            queue_size: self.ring_size,
+            ..VhostUserInflight::default()
+        };
+        if self.record.is_none() {
+            // The one way to fail that is none: the feature was not negotiated.
+            let Ok(record) = self.frontend.get_inflight_fd(&wanted) else {
+                return Ok(());
+            };
+            self.record = Some(record);
+        }
+        let Some((about, file)) = &self.record else {
+            return Ok(());
+        };
+        self.frontend
+            .set_inflight_fd(about, file.as_raw_fd())
+            .map_err(protocol("give the record of requests"))
+    }
+
+    /// Whether [`Client::run`] waits for another back end when this one goes away, and goes on with it.
+    pub fn set_reconnect(&mut self, reconnect: bool) {
+        self.reconnect = reconnect;
+    }
+
+    /// Connects to whoever serves the socket now and goes on.
+    fn find_another(&mut self) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            // It may be another one by now, and may have gone as well.
+            let _ = self.calls.ctl(
+                ControlOperation::Delete,
+                self.frontend.as_raw_fd(),
+                EpollEvent::default(),
+            );
+            let found = greet(&self.socket, &self.options).and_then(|(frontend, _, _)| {
+                self.frontend = frontend;
+                self.hand_over()
+            });
+            match found {
+                Ok(()) => return Ok(()),
+                Err(error) if Instant::now() > deadline => return Err(error),
+                Err(_) => std::thread::sleep(Duration::from_millis(20)),
+            }
+        }
     }
 
     /// Size of the disk.
@@ -656,7 +719,9 @@ impl Client {
         let patience = i32::try_from(PATIENCE.as_millis()).unwrap_or(i32::MAX);
         match self.calls.wait(patience, &mut events) {
             Ok(0) => Err(ClientError::Silent),
-            Ok(_) => Ok(()),
+            Ok(_) if events.iter().all(|event| event.data() != CONNECTION) => Ok(()),
+            Ok(_) if self.reconnect => self.find_another(),
+            Ok(_) => Err(ClientError::Gone),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
             Err(error) => Err(ClientError::Host("wait for the back end", error)),
         }
@@ -716,6 +781,40 @@ impl Lane {
     }
 }
 
+/// The used ring's index.
+fn shown(memory: &GuestMemoryMmap<()>, lane: &Lane) -> Result<u16> {
+    memory
+        .load(GuestAddress(lane.used + 2), Ordering::Acquire)
+        .map_err(memory_error)
+}
+
+/// Connects and negotiates.
+fn greet(socket: &Path, options: &ClientOptions) -> Result<(Frontend, u64, Config)> {
+    let mut frontend =
+        Frontend::connect(socket, options.queues.into()).map_err(protocol("connect"))?;
+    let offered = frontend.get_features().map_err(protocol("get features"))?;
+    let wanted = 1 << VIRTIO_F_VERSION_1
+        | 1 << VIRTIO_RING_F_EVENT_IDX
+        | feature::RO
+        | feature::FLUSH
+        | feature::MQ
+        | feature::DISCARD
+        | feature::WRITE_ZEROES
+        | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+    let features = offered & wanted;
+    if features & 1 << VIRTIO_F_VERSION_1 == 0 {
+        return Err(ClientError::Missing("VIRTIO_F_VERSION_1"));
+    }
+    if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
+        return Err(ClientError::Missing("protocol features"));
+    }
+    let config = negotiate(&mut frontend, options)?;
+    frontend
+        .set_features(features)
+        .map_err(protocol("set features"))?;
+    Ok((frontend, features, config))
+}
+
 /// Agrees on the protocol's features; the disk's configuration.
 fn negotiate(frontend: &mut Frontend, options: &ClientOptions) -> Result<Config> {
     let offered = frontend
@@ -725,7 +824,10 @@ fn negotiate(frontend: &mut Frontend, options: &ClientOptions) -> Result<Config>
     if !offered.contains(needed) {
         return Err(ClientError::Missing("MQ or CONFIG"));
     }
-    let features = offered & (needed | VhostUserProtocolFeatures::REPLY_ACK);
+    let features = offered
+        & (needed
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD);
     frontend
         .set_protocol_features(features)
         .map_err(protocol("set protocol features"))?;
@@ -768,22 +870,22 @@ fn start(
     index: u16,
     lane: &Lane,
     ring_size: u16,
-    base: u64,
+    (address, base): (u64, u16),
 ) -> Result<()> {
     let number = usize::from(index);
     frontend
         .set_vring_num(number, ring_size)
         .map_err(protocol("set a ring's size"))?;
     frontend
-        .set_vring_base(number, 0)
+        .set_vring_base(number, base)
         .map_err(protocol("set a ring's base"))?;
     let places = VringConfigData {
         queue_max_size: ring_size,
         queue_size: ring_size,
         flags: 0,
-        desc_table_addr: base + lane.available - RING_BYTES,
-        used_ring_addr: base + lane.used,
-        avail_ring_addr: base + lane.available,
+        desc_table_addr: address + lane.available - RING_BYTES,
+        used_ring_addr: address + lane.used,
+        avail_ring_addr: address + lane.available,
         log_addr: None,
     };
     frontend
@@ -797,5 +899,7 @@ fn start(
         .map_err(protocol("set a ring's kick"))?;
     frontend
         .set_vring_enable(number, true)
-        .map_err(protocol("enable a ring"))
+        .map_err(protocol("enable a ring"))?;
+    // What was offered to the last back end.
+    lane.kick.write(1).map_err(host("ring the back end"))
 }

@@ -23,6 +23,18 @@ pub enum ExportError {
     NotDurable,
 }
 
+/// What an export promises its clients.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Crashes {
+    /// A crash of the export is to the guest what a power cut is to a disk: what it had not flushed may be gone, and requests under way
+    /// may be lost. A client had better not go on as if nothing had happened.
+    #[default]
+    LoseCache,
+    /// Whatever was answered is durable, and the client keeps a record of what is under way (INFLIGHT_SHMFD): it may connect to the
+    /// next export after any crash, and its guest notices nothing. Every write waits for the host's disk.
+    LoseNothing,
+}
+
 /// Serves `disk` to whoever connects to `listener` until `stop` is readable; then answers what is under way, makes everything durable
 /// and closes the disk. A client that connects while another is served waits.
 ///
@@ -31,10 +43,11 @@ pub enum ExportError {
 pub fn serve(
     listener: &UnixListener,
     disk: Block,
+    crashes: Crashes,
     stop: BorrowedFd<'_>,
 ) -> Result<(), ExportError> {
     let metrics = disk.metrics();
-    let session = Arc::new(Mutex::new(Session::new(disk)));
+    let session = Arc::new(Mutex::new(Session::new(disk, crashes)));
     listener
         .set_nonblocking(true)
         .map_err(host("watch the socket"))?;

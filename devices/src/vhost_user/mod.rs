@@ -9,6 +9,7 @@
 //! |---|---|
 //! | [`export`] | a disk of `drover-block` on a socket, one client after the other |
 //! | `session` | what a client has said so far: the protocol's back end |
+//! | `record` | what is under way, in memory that the client keeps for whoever serves it next |
 //! | `table` | the client's memory, mapped and checked |
 //! | `signals` | the eventfds of a client: kicks in, calls out |
 //! | `client` | a driver without a guest, for tests and benches (feature `testing`) |
@@ -20,6 +21,7 @@
 #[cfg(feature = "testing")]
 pub mod client;
 pub mod export;
+mod record;
 mod session;
 mod signals;
 mod table;

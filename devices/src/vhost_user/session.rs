@@ -27,9 +27,13 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::export::Crashes;
+use super::record::Record;
 use super::signals::{Calls, eventfd};
 use super::table::{MAX_REGIONS, MemoryTable};
 use crate::virtio::block::Block;
+use crate::virtio::block::bits::feature;
+use crate::virtio::journal::Tracking;
 use crate::virtio::worker::Scope;
 use crate::virtio::{Activation, ActiveQueue, VirtioDevice, VirtioInterrupt};
 
@@ -72,12 +76,15 @@ pub(super) struct Session {
     table: MemoryTable,
     rings: Vec<Ring>,
     calls: Arc<Calls>,
+    /// What is under way, in memory that the client keeps for whoever serves it next.
+    record: Option<Record>,
+    crashes: Crashes,
     /// The device is active, with the present features and memory.
     active: bool,
 }
 
 impl Session {
-    pub(super) fn new(device: Block) -> Self {
+    pub(super) fn new(device: Block, crashes: Crashes) -> Self {
         let rings = device.queue_sizes().len();
         let count = u16::try_from(rings).unwrap_or(u16::MAX);
         Self {
@@ -86,6 +93,8 @@ impl Session {
             table: MemoryTable::default(),
             rings: (0..rings).map(|_| Ring::default()).collect(),
             calls: Arc::new(Calls::new(count)),
+            record: None,
+            crashes,
             active: false,
         }
     }
@@ -96,6 +105,7 @@ impl Session {
         self.rings.fill_with(Ring::default);
         self.calls.clear();
         self.table = MemoryTable::default();
+        self.record = None;
         self.features = 0;
     }
 
@@ -192,35 +202,78 @@ impl Session {
         queue.set_avail_ring_address(low, high);
         let (low, high) = halves(used);
         queue.set_used_ring_address(low, high);
-        queue.set_next_avail(ring.next_available);
-        let next_used = used
+        let next_used: u16 = used
             .checked_add(USED_IDX_OFFSET)
             .and_then(|at| memory.load(GuestAddress(at), Ordering::Acquire).ok())
             .ok_or_else(|| refuse("the used ring is not in memory"))?;
+        queue.set_next_avail(ring.next_available);
         queue.set_next_used(next_used);
         queue.set_ready(true);
         if queue.size() != ring.size || !queue.is_valid(&*memory) {
             return Err(refuse("the ring does not lie in memory"));
         }
+        let doorbell = kick.try_clone().map_err(Error::ReqHandlerError)?;
+        let tracking = match &self.record {
+            Some(record) => {
+                let mut journal = record.journal(index, queue.size())?;
+                let heads = journal.recover(next_used).map_err(other)?;
+                // What was under way was taken already, whatever the client believes.
+                let taken = u16::try_from(heads.len()).unwrap_or(u16::MAX);
+                queue.set_next_avail(next_used.wrapping_add(taken));
+                let again = self.list_again(index, &queue, &heads)?;
+                Some(Tracking { journal, again })
+            }
+            None => None,
+        };
         let queue = ActiveQueue {
             index,
             queue,
-            doorbell: kick.try_clone().map_err(Error::ReqHandlerError)?,
+            doorbell,
+            tracking,
         };
         let started = if self.active {
             self.device.enable_queue(queue)
         } else {
+            // To the device, a driver that does not flush: each write is durable when it is answered.
+            let hidden = match self.crashes {
+                Crashes::LoseCache => 0,
+                Crashes::LoseNothing => feature::FLUSH,
+            };
             self.device.activate(Activation {
                 memory,
-                features: self.features,
+                features: self.features & !hidden,
                 queues: vec![queue],
                 interrupt: Arc::clone(&self.calls) as Arc<dyn VirtioInterrupt>,
             })
         };
-        started.map_err(|error| Error::ReqHandlerError(io::Error::other(error)))?;
+        started.map_err(other)?;
         self.active = true;
         self.ring(index.into())?.served = true;
         Ok(())
+    }
+
+    /// A queue that consists of these heads only, over the descriptors of `queue`.
+    fn list_again(&self, index: u16, queue: &Queue, heads: &[u16]) -> Result<Option<Queue>> {
+        let Some(memory) = self.table.memory().filter(|_| !heads.is_empty()) else {
+            return Ok(None);
+        };
+        tracing::info!(ring = index, requests = heads.len(), "begun again");
+        let page = self.table.spare_page(index);
+        // An available ring: flags, idx, heads (virtio 1.2 §2.7.6).
+        let count = u16::try_from(heads.len()).map_err(|_| refuse("too many requests"))?;
+        let words = [0, count].into_iter().chain(heads.iter().copied());
+        let bytes: Vec<u8> = words.flat_map(u16::to_le_bytes).collect();
+        memory.write_slice(&bytes, page).map_err(other)?;
+        let mut again = Queue::new(MAX_RING_SIZE).map_err(other)?;
+        again.set_size(queue.size());
+        let (low, high) = halves(queue.desc_table());
+        again.set_desc_table_address(low, high);
+        let (low, high) = halves(page.0);
+        again.set_avail_ring_address(low, high);
+        let (low, high) = halves(queue.used_ring());
+        again.set_used_ring_address(low, high);
+        again.set_ready(true);
+        Ok(Some(again))
     }
 
     /// All rings stopped, disabled and forgotten.
@@ -228,6 +281,10 @@ impl Session {
         self.halt(Scope::All);
         self.rings.fill_with(Ring::default);
     }
+}
+
+pub(super) fn other(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+    Error::ReqHandlerError(io::Error::other(error))
 }
 
 fn halves(address: u64) -> (Option<u32>, Option<u32>) {
@@ -356,11 +413,15 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
-        Ok(VhostUserProtocolFeatures::MQ
+        let features = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
             | VhostUserProtocolFeatures::RESET_DEVICE
-            | VhostUserProtocolFeatures::REPLY_ACK)
+            | VhostUserProtocolFeatures::REPLY_ACK;
+        Ok(match self.crashes {
+            Crashes::LoseCache => features,
+            Crashes::LoseNothing => features | VhostUserProtocolFeatures::INFLIGHT_SHMFD,
+        })
     }
 
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {
@@ -406,13 +467,17 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn get_inflight_fd(
         &mut self,
-        _inflight: &VhostUserInflight,
+        inflight: &VhostUserInflight,
     ) -> Result<(VhostUserInflight, File)> {
-        Err(refuse("requests under way are not tracked"))
+        Record::make(inflight)
     }
 
-    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
-        Err(refuse("requests under way are not tracked"))
+    fn set_inflight_fd(&mut self, inflight: &VhostUserInflight, file: File) -> Result<()> {
+        let record = Record::map(inflight, file)?;
+        self.change(|session| {
+            session.record = Some(record);
+            Ok(())
+        })
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {

@@ -1,6 +1,7 @@
 //! A client's memory: the regions that it shares, mapped here, at the addresses that its guest and the client itself know them by.
 
 use std::fs::File;
+use std::io;
 use std::sync::Arc;
 
 use rustix::fs::FileType;
@@ -12,9 +13,16 @@ use vm_memory::{
 
 use super::session::refuse;
 use crate::GuestMemory;
+use crate::virtio::block::MAX_QUEUES;
 
 /// The most regions of a client.
 pub(super) const MAX_REGIONS: usize = 256;
+
+/// Memory of our own above the client's: a page for each ring, for a list of the requests to be begun again.
+const SPARE_BYTES: usize = SPARE_PAGE_BYTES as usize * MAX_QUEUES as usize;
+const SPARE_PAGE_BYTES: u64 = 4096;
+/// Keeps the spare memory away from what a client may add.
+const SPARE_ALIGNMENT: u64 = 1 << 30;
 
 /// One region, mapped.
 struct Mapped {
@@ -28,6 +36,8 @@ struct Mapped {
 pub(super) struct MemoryTable {
     regions: Vec<Mapped>,
     memory: Option<GuestMemory>,
+    /// Where the spare memory is.
+    spare: u64,
 }
 
 impl MemoryTable {
@@ -79,6 +89,11 @@ impl MemoryTable {
             .ok_or_else(|| refuse("a ring lies outside of the memory table"))
     }
 
+    /// The page of our own that belongs to ring `index`.
+    pub(super) fn spare_page(&self, index: u16) -> GuestAddress {
+        GuestAddress(self.spare + u64::from(index.min(MAX_QUEUES - 1)) * SPARE_PAGE_BYTES)
+    }
+
     fn insert(&mut self, region: &VhostUserMemoryRegion, file: File) -> Result<()> {
         if self.regions.len() >= MAX_REGIONS {
             return Err(refuse("too many memory regions"));
@@ -99,8 +114,19 @@ impl MemoryTable {
             self.memory = None;
             return Ok(());
         }
+        let end = |mapped: &Mapped| mapped.region.start_addr().0 + mapped.region.len();
+        let highest = self.regions.iter().map(end).max().unwrap_or(0);
+        let spare = highest
+            .checked_next_multiple_of(SPARE_ALIGNMENT)
+            .ok_or_else(|| refuse("a memory region exceeds the address space"))?;
+        let own = MmapRegion::new(SPARE_BYTES)
+            .map_err(|error| Error::ReqHandlerError(io::Error::other(error)))?;
+        let own = GuestRegionMmap::new(own, GuestAddress(spare))
+            .ok_or_else(|| refuse("a memory region exceeds the address space"))?;
         let mut regions: Vec<_> = self.regions.iter().map(|m| Arc::clone(&m.region)).collect();
         regions.sort_by_key(|region| region.start_addr());
+        regions.push(Arc::new(own));
+        self.spare = spare;
         let memory = GuestMemoryMmap::from_arc_regions(regions)
             .map_err(|_| refuse("memory regions overlap"))?;
         self.memory = Some(Arc::new(memory));
@@ -109,7 +135,7 @@ impl MemoryTable {
 }
 
 /// Touching memory past the end of its file would end this process, so the file must have all of it, and be of a kind that has an end.
-fn check_file(file: &File, offset: u64, size: GuestUsize) -> Result<()> {
+pub(super) fn check_file(file: &File, offset: u64, size: GuestUsize) -> Result<()> {
     let stat = rustix::fs::fstat(file).map_err(|e| Error::ReqHandlerError(e.into()))?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err(refuse("memory must be a memfd or another regular file"));

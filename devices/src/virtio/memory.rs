@@ -14,7 +14,10 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use drover_block::{Buffers, RawSlice};
-use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+use vm_memory::{
+    Address, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    MemoryRegionAddress,
+};
 
 use crate::GuestMemory;
 
@@ -221,6 +224,54 @@ pub(crate) fn copy_from_guest(
         // SAFETY: both are `slice.len()` bytes, one in guest memory that `_memory` keeps mapped and one in the VMM's heap.
         unsafe { std::ptr::copy_nonoverlapping(slice.as_ptr(), into.as_mut_ptr(), into.len()) };
     }
+}
+
+/// Gives the whole host pages inside a range of guest memory back to the host; the guest reads zeros there from now on, until it
+/// writes. Returns the bytes given back.
+///
+/// # Errors
+/// The range is not all RAM, or as madvise(2).
+pub(crate) fn give_back(
+    memory: &GuestMemoryMmap<()>,
+    address: GuestAddress,
+    length: u64,
+) -> io::Result<u64> {
+    const PAGE: usize = 4096;
+    let outside = || io::Error::from_raw_os_error(libc::EFAULT);
+    let mut given = 0;
+    let mut address = address;
+    let mut left = length;
+    if address.checked_add(length).is_none() {
+        return Err(outside());
+    }
+    while left > 0 {
+        let region = memory.find_region(address).ok_or_else(outside)?;
+        let inside = address.raw_value() - region.start_addr().raw_value();
+        let now = left.min(region.len() - inside);
+        let piece = region
+            .get_slice(MemoryRegionAddress(inside), now as usize)
+            .map_err(io::Error::other)?;
+        let start = piece.ptr_guard_mut().as_ptr() as usize;
+        let first = start.next_multiple_of(PAGE);
+        let end = (start + now as usize) & !(PAGE - 1);
+        if first < end {
+            // Pages of a file that others may map as well are gone only when the file has a hole there.
+            let advice = match region.file_offset() {
+                None => libc::MADV_DONTNEED,
+                Some(_) => libc::MADV_REMOVE,
+            };
+            // SAFETY: the pages lie inside guest RAM that `memory` keeps mapped and that no Rust reference points into; what is there is
+            // the guest's to give up.
+            let result = unsafe { libc::madvise(first as *mut libc::c_void, end - first, advice) };
+            if result != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            given += (end - first) as u64;
+        }
+        address = address.unchecked_add(now);
+        left -= now;
+    }
+    Ok(given)
 }
 
 impl GuestSlice {

@@ -14,12 +14,16 @@
 //! | [`pci`] | the transport |
 //! | [`worker`] | the thread of a device: one wait point, reset and activation as messages |
 //! | [`queue`] | a virtqueue as the thread that serves it sees it |
+//! | [`journal`] | which requests are under way, noted in memory that outlives the process |
 //! | [`memory`] | checked pieces of guest memory and the system calls on them; with `net::sys`, all the `unsafe` there is |
+//! | [`balloon`], [`block`], [`console`], [`net`], [`rng`], [`vsock`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
 //! | [`vhost_user_blk`] | a disk whose queues another process serves |
-//! | [`block`], [`net`], [`rng`] | the devices, each with configuration space (`mod`), `queue`, `state` and `metrics` |
 #![deny(unsafe_code)]
 
+pub mod balloon;
 pub mod block;
+pub mod console;
+pub mod journal;
 pub mod memory;
 pub mod net;
 pub mod pci;
@@ -28,6 +32,7 @@ pub mod rng;
 #[cfg(test)]
 mod testing;
 pub mod vhost_user_blk;
+pub mod vsock;
 pub mod worker;
 
 use std::sync::Arc;
@@ -45,8 +50,14 @@ pub enum DeviceType {
     Net = 1,
     /// Block device, §5.2.
     Block = 2,
+    /// Console and ports, §5.3.
+    Console = 3,
     /// Entropy device, §5.4.
     Rng = 4,
+    /// Memory balloon, §5.5.
+    Balloon = 5,
+    /// Socket device, §5.10.
+    Vsock = 19,
 }
 
 /// Tells the driver that a queue has used buffers, or that the configuration changed. Cheap; callable from any thread.
@@ -69,6 +80,8 @@ pub struct ActiveQueue {
     pub queue: Queue,
     /// Readable when the driver notified the queue.
     pub doorbell: EventFd,
+    /// A record of what is under way, for queues that another process may have to go on with.
+    pub tracking: Option<journal::Tracking>,
 }
 
 /// All that a device gets when the driver sets DRIVER_OK.

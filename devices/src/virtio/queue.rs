@@ -20,6 +20,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap};
 use crate::GuestMemory;
 use crate::seldom::Seldom;
 use crate::virtio::VirtioInterrupt;
+use crate::virtio::journal::{Journal, Tracking};
 
 /// The features of the ring itself that every device here offers (§6).
 pub const RING_FEATURES: u64 = 1 << VIRTIO_RING_F_INDIRECT_DESC | 1 << VIRTIO_RING_F_EVENT_IDX;
@@ -74,6 +75,9 @@ pub struct GuestQueue {
     published: u16,
     /// What `published` was when the driver was last interrupted, or chose not to be.
     signalled: u16,
+    journal: Option<Journal>,
+    /// Chains that were under way when the last server of this queue ended; they come before all others.
+    again: Option<Queue>,
 }
 
 impl GuestQueue {
@@ -97,7 +101,19 @@ impl GuestQueue {
             broken: false,
             published,
             signalled,
+            journal: None,
+            again: None,
         }
+    }
+
+    /// The same queue with a record of what is under way.
+    #[must_use]
+    pub fn tracked(mut self, tracking: Option<Tracking>) -> Self {
+        if let Some(Tracking { journal, again }) = tracking {
+            self.journal = Some(journal);
+            self.again = again;
+        }
+        self
     }
 
     /// Its number as the driver knows it.
@@ -151,13 +167,28 @@ impl GuestQueue {
         if self.broken {
             return None;
         }
-        match self.queue.iter(memory) {
-            Ok(mut available) => available.next(),
+        if let Some(again) = &mut self.again {
+            if let Ok(mut chains) = again.iter(memory)
+                && let Some(chain) = chains.next()
+            {
+                return Some(chain);
+            }
+            self.again = None;
+        }
+        let chain = match self.queue.iter(memory) {
+            Ok(mut available) => available.next()?,
             Err(error) => {
                 self.give_up(&error);
-                None
+                return None;
             }
+        };
+        if let Some(journal) = &mut self.journal
+            && let Err(error) = journal.taken(chain.head_index())
+        {
+            self.give_up(&error);
+            return None;
         }
+        Some(chain)
     }
 
     /// Puts the chain popped last back, to be popped again.
@@ -181,7 +212,12 @@ impl GuestQueue {
             Ok(()) => self
                 .queue
                 .set_next_used(self.queue.next_used().wrapping_add(1)),
-            Err(error) => self.give_up(&error),
+            Err(error) => return self.give_up(&error),
+        }
+        if let Some(journal) = &mut self.journal
+            && let Err(error) = journal.answered(head)
+        {
+            self.give_up(&error);
         }
     }
 
@@ -193,6 +229,11 @@ impl GuestQueue {
         self.published = self.queue.next_used();
         let index = GuestAddress(self.queue.used_ring() + IDX_OFFSET);
         if let Err(error) = self.memory.store(self.published, index, Ordering::Release) {
+            return self.give_up(&error);
+        }
+        if let Some(journal) = &mut self.journal
+            && let Err(error) = journal.published(self.published)
+        {
             self.give_up(&error);
         }
     }

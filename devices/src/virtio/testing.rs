@@ -219,6 +219,7 @@ impl DriverQueue {
             index: self.index,
             queue,
             doorbell: self.doorbell.try_clone().unwrap(),
+            tracking: None,
         }
     }
 

@@ -510,6 +510,7 @@ impl EventLoop {
             index,
             queue,
             doorbell,
+            tracking,
         } = active;
         self.remove_queues(Scope::Queue(index));
         let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
@@ -524,8 +525,8 @@ impl EventLoop {
             features,
             interrupt,
         } = session;
-        self.service
-            .add_queue(GuestQueue::new(index, queue, features, memory, interrupt));
+        let queue = GuestQueue::new(index, queue, features, memory, interrupt);
+        self.service.add_queue(queue.tracked(tracking));
         // The driver may have rung before the doorbell was watched.
         self.again.push(index.into());
     }

@@ -10,6 +10,7 @@ pub mod lifecycle;
 pub mod live_disk;
 pub mod net;
 pub mod shared_base;
+pub mod vhost_user;
 pub mod worker;
 
 use std::path::PathBuf;
@@ -102,6 +103,7 @@ pub fn all() -> impl Iterator<Item = &'static Story> {
         held::STORIES,
         shared_base::STORIES,
         net::STORIES,
+        vhost_user::STORIES,
         worker::STORIES,
         bad_input::STORIES,
     ]

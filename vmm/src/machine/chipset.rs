@@ -14,6 +14,8 @@ use drover_devices::pci::host::HostBridge;
 use drover_devices::pci::lpc::Lpc;
 use drover_devices::pci::ports::{CONFIG_ADDRESS_PORT, ConfigPorts};
 use drover_devices::platform::PowerSink;
+use drover_devices::platform::debugcon::DebugConsole;
+use drover_devices::platform::fw_cfg::FwCfg;
 use drover_devices::platform::i8042::KeyboardController;
 use drover_devices::platform::pm::PowerManagement;
 use drover_devices::platform::port92::SystemControlPortA;
@@ -21,8 +23,14 @@ use drover_devices::platform::reset::ResetControl;
 use drover_devices::platform::rtc::Rtc;
 use drover_devices::platform::serial::SerialPort;
 
+use kvm_ioctls::VmFd;
+
 use super::BuildError;
+use super::tables::Facts;
+use crate::firmware::{self, FirmwareFiles};
+use crate::flash::FirmwareFlash;
 use crate::kvm::irq::KvmInterrupts;
+use crate::memory::Memory;
 
 /// How long devices may take to let go of guest memory when the machine resets. A disk finishes what is under way.
 const DEVICE_RESET_TIMEOUT: Duration = Duration::from_secs(30);
@@ -39,9 +47,9 @@ pub(super) struct Chipset {
     port_92: Arc<SystemControlPortA>,
     keyboard: Arc<KeyboardController>,
     windows: BarWindows,
-    // They work through the buses; held so that what they are is visible here.
-    _host_bridge: Arc<HostBridge>,
-    _lpc: Arc<Lpc>,
+    host_bridge: Arc<HostBridge>,
+    lpc: Arc<Lpc>,
+    fw_cfg: Option<Arc<FwCfg>>,
 }
 
 impl Chipset {
@@ -101,9 +109,36 @@ impl Chipset {
             port_92,
             keyboard,
             windows,
-            _host_bridge: host_bridge,
-            _lpc: lpc,
+            host_bridge,
+            lpc,
+            fw_cfg: None,
         })
+    }
+
+    /// Adds what firmware runs from and asks: its flash, the configuration device, and the port for its debug output.
+    pub(super) fn attach_firmware(
+        &mut self,
+        mut files: FirmwareFiles,
+        facts: &Facts<'_>,
+        memory: &Memory,
+        vm: &Arc<VmFd>,
+    ) -> Result<FirmwareFlash, BuildError> {
+        let acpi = facts.as_programmed(&self.pci, &self.host_bridge, &self.lpc);
+        let items = firmware::items(&mut files, facts.ram, &facts.smbios(), acpi)
+            .map_err(BuildError::host)?;
+        let fw_cfg = FwCfg::new(items, memory.guest().clone());
+        self.ports
+            .insert(FwCfg::PORT.into(), FwCfg::LEN.into(), fw_cfg.clone())
+            .map_err(BuildError::host)?;
+        self.fw_cfg = Some(fw_cfg);
+        if let Some(log) = files.log {
+            let console = Arc::new(DebugConsole::new(log));
+            self.ports
+                .insert(DebugConsole::PORT.into(), 1, console)
+                .map_err(BuildError::host)?;
+        }
+        FirmwareFlash::new(&files.code, &files.vars, files.vars_file, vm, &self.mmio)
+            .map_err(BuildError::host)
     }
 
     /// Gives every PCI function its addresses, as firmware would have.
@@ -122,7 +157,10 @@ impl Chipset {
         self.reset_control.reset();
         self.port_92.reset();
         self.keyboard.reset();
-        self.assign_bars()
+        if let Some(fw_cfg) = &self.fw_cfg {
+            fw_cfg.reset();
+        }
+        Ok(())
     }
 }
 

@@ -19,7 +19,7 @@ mod tables;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use drover_api::definition::{Topology as TopologyConfig, VmConfig};
+use drover_api::definition::{DiskConfig, LimitsConfig, Topology as TopologyConfig, VmConfig};
 use drover_arch::boot::{BootError, RamContent};
 use drover_arch::cpuid::CpuidPolicy;
 use drover_arch::layout::{E820Entry, RamLayout};
@@ -38,6 +38,8 @@ use self::power::PowerGate;
 use self::tables::FirmwareTables;
 use crate::boot::{BootFiles, DirectBoot};
 use crate::console::Console;
+use crate::firmware::{FirmwareFiles, ResetVector};
+use crate::flash::FirmwareFlash;
 use crate::kvm::doorbell::KvmDoorbells;
 use crate::kvm::irq::KvmInterrupts;
 use crate::kvm::{self, KvmError, step};
@@ -62,13 +64,64 @@ pub struct Machine {
     interrupts: Arc<KvmInterrupts>,
     chips: VmState,
     vm: kvm::Vm,
-    boot: BootFiles,
-    tables: FirmwareTables,
-    e820: Vec<E820Entry>,
+    start: Start,
     pty: Option<PathBuf>,
     _terminal: Option<RawTerminal>,
     config: VmConfig,
     memory: Memory,
+}
+
+/// How the machine starts, and starts again at a reset.
+enum Start {
+    /// We load a kernel and describe the machine to it.
+    Kernel {
+        boot: BootFiles,
+        tables: FirmwareTables,
+        e820: Vec<E820Entry>,
+    },
+    /// Firmware runs from its flash.
+    Firmware(FirmwareFlash),
+}
+
+impl Start {
+    /// Puts into RAM what has to be there, and says in which state the processors begin.
+    fn prepare(
+        &mut self,
+        memory: &Memory,
+        content: RamContent,
+    ) -> Result<Arc<dyn BootState>, BuildError> {
+        match self {
+            Self::Kernel { boot, tables, e820 } => load(boot, tables, memory, e820, content),
+            Self::Firmware(flash) => {
+                flash.reset().map_err(BuildError::host)?;
+                Ok(Arc::new(ResetVector))
+            }
+        }
+    }
+}
+
+/// The opened files of either.
+enum StartFiles {
+    Kernel(BootFiles),
+    Firmware(FirmwareFiles),
+}
+
+impl StartFiles {
+    fn open(config: &VmConfig) -> Result<Self, BuildError> {
+        let boot = &config.boot;
+        let opened = match (&boot.firmware, &boot.kernel) {
+            (Some(firmware), _) => FirmwareFiles::open(firmware, boot).map(Self::Firmware),
+            (None, Some(kernel)) => BootFiles::open(kernel, boot).map(Self::Kernel),
+            (None, None) => {
+                return Err(BuildError::of("boot")("there is nothing to start".into()));
+            }
+        };
+        opened.map_err(|error| {
+            // The field is told apart from the message.
+            let message = format!("{}: {}", error.path.display(), error.source);
+            BuildError::of(error.field)(message.into())
+        })
+    }
 }
 
 impl Machine {
@@ -81,9 +134,8 @@ impl Machine {
         mailbox: &Mailbox,
         threads: ThreadStarter,
     ) -> Result<Self, BuildError> {
-        let mut boot = BootFiles::open(&config.boot)
-            .map_err(|error| BuildError::of(error.field)(error.to_string().into()))?;
-        let mut opener = Opener::new(threads.pool_start());
+        let files = StartFiles::open(&config)?;
+        let mut opener = Opener::new(&config, threads.pool_start())?;
         let opened = Opened::open(&config, &mut opener, &threads)?;
         let serial = SerialBackEnd::open(&config.serial)?;
         let vm = kvm::Vm::create().map_err(BuildError::host)?;
@@ -102,7 +154,7 @@ impl Machine {
 
         let power = Arc::new(PowerGate::new(mailbox.clone()));
         let sink: Arc<dyn PowerSink> = power.clone();
-        let chipset = Chipset::new(&ram, cpuid.phys_bits(), &interrupts, &sink)?;
+        let mut chipset = Chipset::new(&ram, cpuid.phys_bits(), &interrupts, &sink)?;
         let doorbells: Arc<dyn Doorbells> = Arc::new(KvmDoorbells::new(vm.fd().clone()));
         let connections = Connections {
             pci: &chipset.pci,
@@ -116,12 +168,30 @@ impl Machine {
             disks,
             slots,
         } = opened.connect(&config, &connections)?;
-        chipset.assign_bars()?;
         let console = Console::new(chipset.serial.clone(), serial.output);
 
-        let tables = FirmwareTables::build(&config, topology, &ram, &cpuid, slots)?;
-        let e820 = ram.e820();
-        let start = load(&mut boot, &tables, &memory, &e820, RamContent::Zeroed)?;
+        let facts = tables::Facts {
+            config: &config,
+            topology,
+            ram: &ram,
+            cpuid: &cpuid,
+            pci_slots: slots,
+        };
+        let mut start = match files {
+            StartFiles::Kernel(boot) => {
+                chipset.assign_bars()?;
+                Start::Kernel {
+                    boot,
+                    tables: facts.direct_boot()?,
+                    e820: ram.e820(),
+                }
+            }
+            StartFiles::Firmware(files) => {
+                let flash = chipset.attach_firmware(files, &facts, &memory, vm.fd())?;
+                Start::Firmware(flash)
+            }
+        };
+        let state = start.prepare(&memory, RamContent::Zeroed)?;
 
         let crash_mailbox = mailbox.clone();
         let surroundings = Arc::new(Surroundings {
@@ -134,7 +204,7 @@ impl Machine {
             msr_indices: vm.msr_indices().map_err(BuildError::host)?,
         });
         let vcpus =
-            Vcpus::start(vcpus, &surroundings, &threads, &start).map_err(BuildError::host)?;
+            Vcpus::start(vcpus, &surroundings, &threads, &state).map_err(BuildError::host)?;
         Ok(Self {
             vcpus,
             devices,
@@ -145,9 +215,7 @@ impl Machine {
             interrupts,
             chips,
             vm,
-            boot,
-            tables,
-            e820,
+            start,
             pty: serial.pty,
             _terminal: serial.terminal,
             config,
@@ -170,6 +238,17 @@ impl Machine {
         &self.disks
     }
 
+    /// What a disk may use: limits of its own, or those of its group.
+    pub fn limits_of(&self, disk: &DiskConfig) -> Option<LimitsConfig> {
+        let Some(wanted) = &disk.limit_group else {
+            return disk.limits;
+        };
+        let mut groups = self.config.limit_groups.iter();
+        groups
+            .find(|group| group.id == *wanted)
+            .map(|group| group.limits)
+    }
+
     /// The pseudo-terminal of its serial port.
     pub fn pty(&self) -> Option<PathBuf> {
         self.pty.clone()
@@ -185,6 +264,11 @@ impl Machine {
         self.vcpus.run();
     }
 
+    /// Lets the processors run on after [`Machine::stop`].
+    pub fn resume(&mut self) {
+        self.vcpus.resume();
+    }
+
     /// Stops the processors.
     ///
     /// # Errors
@@ -198,26 +282,25 @@ impl Machine {
         self.chipset.pm.press_power_button()
     }
 
-    /// Returns the machine to its power-on state, loads the kernel again and lets it run.
+    /// Returns the machine to its power-on state, loads the kernel again and, with `run`, lets it run.
     ///
     /// # Errors
     /// A processor or device did not stop in time, or the kernel file has changed for the worse.
-    pub fn reset(&mut self) -> Result<(), BuildError> {
+    pub fn reset(&mut self, run: bool) -> Result<(), BuildError> {
         self.vcpus.pause().map_err(BuildError::host)?;
         self.chipset.reset()?;
+        if let Start::Kernel { .. } = self.start {
+            self.chipset.assign_bars()?;
+        }
         self.chips
             .restore_chips(self.vm.fd())
             .map_err(BuildError::host)?;
-        let start = load(
-            &mut self.boot,
-            &self.tables,
-            &self.memory,
-            &self.e820,
-            RamContent::Used,
-        )?;
-        self.vcpus.reset(&start).map_err(BuildError::host)?;
+        let state = self.start.prepare(&self.memory, RamContent::Used)?;
+        self.vcpus.reset(&state).map_err(BuildError::host)?;
         self.power.open();
-        self.vcpus.run();
+        if run {
+            self.vcpus.run();
+        }
         Ok(())
     }
 
@@ -226,6 +309,16 @@ impl Machine {
         MachineMetrics {
             vcpus: self.vcpus.counters(),
             devices: &self.devices,
+            disks: self
+                .config
+                .disks
+                .iter()
+                .zip(&self.disks)
+                .filter_map(|(config, live)| {
+                    let statistics = live.options.statistics.clone()?;
+                    Some((format!("device=\"{}\"", config.id), statistics))
+                })
+                .collect(),
             route_writes: self.interrupts.route_writes(),
             console_dropped_bytes: self.console.dropped(),
             unclaimed_port_accesses: self.chipset.ports.misses(),

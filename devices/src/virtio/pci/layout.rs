@@ -99,7 +99,10 @@ fn class(device_type: DeviceType) -> u32 {
     match device_type {
         DeviceType::Net => 0x02_00_00,
         DeviceType::Block => 0x01_80_00,
+        DeviceType::Console => 0x07_80_00,
         DeviceType::Rng => 0x10_80_00,
+        DeviceType::Balloon => 0x05_00_00,
+        DeviceType::Vsock => 0x07_80_00,
     }
 }
 

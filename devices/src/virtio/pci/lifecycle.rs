@@ -249,6 +249,7 @@ impl Registers {
             index,
             queue,
             doorbell,
+            tracking: None,
         })
     }
 

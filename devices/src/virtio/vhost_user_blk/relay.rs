@@ -302,6 +302,8 @@ fn served(active: ActiveQueue) -> Served {
         index,
         queue,
         doorbell,
+        // The back end keeps the record.
+        tracking: _,
     } = active;
     Served {
         index,

@@ -11,7 +11,7 @@ use drover_block::image::{CreateOptions, check, create_qcow2, create_raw};
 use drover_block::{Backing, Cache, Disk, DiskSpec, Format, IoEngine, Layer};
 
 use super::*;
-use crate::vhost_user::export::{ExportError, serve};
+use crate::vhost_user::export::{Crashes, ExportError, serve};
 use crate::virtio::block::bits::{feature, kind, status};
 use crate::virtio::block::{Block, BlockOptions};
 use crate::virtio::testing::{
@@ -52,7 +52,8 @@ impl Server {
         let _ = std::fs::remove_file(&socket);
         let listener = UnixListener::bind(socket).unwrap();
         let (wait, stop) = rustix::pipe::pipe().unwrap();
-        let thread = std::thread::spawn(move || serve(&listener, block, wait.as_fd()));
+        let thread =
+            std::thread::spawn(move || serve(&listener, block, Crashes::LoseNothing, wait.as_fd()));
         Self {
             stop: Some(stop),
             thread: Some(thread),

@@ -23,6 +23,7 @@ pub(crate) mod tape;
 
 use std::cell::Cell;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -154,6 +155,8 @@ pub(crate) struct BlockFile {
     punches: Cell<bool>,
     zeroes_range: Cell<bool>,
     is_device: bool,
+    /// What ranges that the host itself clears must be multiples of, in bytes: a logical block of a device.
+    unit: u64,
     locked: Cell<Option<Access>>,
 }
 
@@ -191,6 +194,12 @@ impl BlockFile {
             .map_err(|e| Error::io(path, "set its flags", e))?;
         let end = rustix::fs::seek(&fd, SeekFrom::End(0))
             .map_err(|e| Error::io(path, "find its size", e))?;
+        let unit = match is_device {
+            false => 1,
+            true => rustix::fs::ioctl_blksszget(&fd)
+                .map_err(|e| Error::io(path, "ask for its block size", e))?
+                .into(),
+        };
         let direct = match cache {
             Cache::Buffered => None,
             Cache::Direct => Some(direct_alignment(path, fd.as_fd())?),
@@ -210,6 +219,7 @@ impl BlockFile {
             punches: Cell::new(true),
             zeroes_range: Cell::new(true),
             is_device,
+            unit,
             locked: Cell::new(None),
         })
     }
@@ -399,56 +409,80 @@ impl BlockFile {
         Some(self.blocks.hold(blocks, Kind::Exclusive).await)
     }
 
-    /// Gives space back; true if the range reads as zero from now on, false where the host cannot do that.
-    pub(crate) async fn punch(&self, at: u64, length: u64) -> io::Result<bool> {
-        if length == 0 || !self.punches.get() {
-            return Ok(length == 0);
-        }
+    /// The part of a range that the host itself can clear: whole blocks of a device.
+    fn whole_units(&self, at: u64, length: u64) -> Range<u64> {
+        let end = at.saturating_add(length);
+        let first = at.checked_next_multiple_of(self.unit).unwrap_or(end);
+        first..(end - end % self.unit).max(first)
+    }
+
+    /// Clears whole blocks; false where the host has no such call.
+    async fn clear(&self, mode: FallocateFlags, range: Range<u64>) -> io::Result<bool> {
+        let (at, length) = (range.start, range.end - range.start);
         let _blocks = self.own_blocks(at, length).await;
         self.changed();
-        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let mode = mode | FallocateFlags::KEEP_SIZE;
         let result = self.io.fallocate(self.fd(), mode, at, length).await;
         self.changed();
         match result {
             Ok(()) => Ok(true),
-            Err(error) if is_unsupported(&error) => {
-                self.punches.set(false);
-                Ok(false)
-            }
+            Err(error) if is_unsupported(&error) => Ok(false),
             Err(error) => Err(error),
         }
     }
 
+    /// Gives space back; true if the range reads as zero from now on, false where the host cannot do that. Of a device only whole
+    /// blocks are given back.
+    pub(crate) async fn punch(&self, at: u64, length: u64) -> io::Result<bool> {
+        let whole = self.whole_units(at, length);
+        if whole.is_empty() || !self.punches.get() {
+            return Ok(length == 0);
+        }
+        let is_all = whole == (at..at.saturating_add(length));
+        let punched = self.clear(FallocateFlags::PUNCH_HOLE, whole).await?;
+        self.punches.set(punched);
+        Ok(punched && is_all)
+    }
+
     /// Makes a range of the file read as zero; with `unmap` it may become a hole.
     pub(crate) async fn zero(&self, at: u64, length: u64, unmap: bool) -> io::Result<()> {
+        let end = at.checked_add(length).ok_or_else(too_far)?;
         if unmap && self.punch(at, length).await? {
             return Ok(());
         }
-        if self.zeroes_range.get() {
-            let blocks = self.own_blocks(at, length).await;
-            self.changed();
-            let mode = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
-            let result = self.io.fallocate(self.fd(), mode, at, length).await;
-            self.changed();
-            drop(blocks);
-            match result {
-                Ok(()) => return Ok(()),
-                Err(error) if is_unsupported(&error) => self.zeroes_range.set(false),
-                Err(error) => return Err(error),
-            }
+        let mut whole = self.whole_units(at, length);
+        // With holes, the whole blocks are zero by now.
+        let cleared =
+            !whole.is_empty() && (unmap && self.punches.get() || self.zero_range(&whole).await?);
+        if !cleared {
+            whole = at..at;
         }
-        let end = at.checked_add(length).ok_or_else(too_far)?;
-        let mut zeros = Pages::zeroed(
-            usize::try_from(length)
-                .unwrap_or(ZERO_CHUNK)
-                .min(ZERO_CHUNK),
-        );
+        self.write_zeros(at..whole.start).await?;
+        self.write_zeros(whole.end..end).await
+    }
+
+    async fn zero_range(&self, whole: &Range<u64>) -> io::Result<bool> {
+        if !self.zeroes_range.get() {
+            return Ok(false);
+        }
+        let zeroed = self
+            .clear(FallocateFlags::ZERO_RANGE, whole.clone())
+            .await?;
+        self.zeroes_range.set(zeroed);
+        Ok(zeroed)
+    }
+
+    async fn write_zeros(&self, range: Range<u64>) -> io::Result<()> {
+        let length = range.end.saturating_sub(range.start);
+        if length == 0 {
+            return Ok(());
+        }
+        let chunk = |left| usize::try_from(left).unwrap_or(ZERO_CHUNK).min(ZERO_CHUNK);
+        let mut zeros = Pages::zeroed(chunk(length));
         let span = zeros.span();
-        let mut at = at;
-        while at < end {
-            let now = usize::try_from(end - at)
-                .unwrap_or(ZERO_CHUNK)
-                .min(ZERO_CHUNK);
+        let mut at = range.start;
+        while at < range.end {
+            let now = chunk(range.end - at);
             self.write(at, span.part(0, now)).await?;
             at += now as u64;
         }

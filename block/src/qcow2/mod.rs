@@ -324,6 +324,13 @@ impl Qcow2 {
 
     /// Sees to it that a piece of a table is in the cache.
     async fn load_piece(&self, piece: u64) -> Result<(), IoError> {
+        if piece >= self.file.end() && !self.tables.contains(piece) {
+            // It would read as zeros, and as many bytes would be added to the file when it is written.
+            return Err(IoError::corrupt(
+                piece,
+                "a table lies past the end of the file",
+            ));
+        }
         let load = self.tables.load(&self.file, piece).await;
         load.map_err(|e: io::Error| IoError::host("read a table", piece, &e))
     }

@@ -111,10 +111,8 @@ fn share(scene: &Scene) -> Result {
             site: scene.site.clone(),
             folder,
         };
-        vms.push(Vm::start(&scene, &definition)?);
-    }
-    for vm in &mut vms {
-        vm.wait_for_shell()?;
+        // One after the other: together they would wait for each other's boot.
+        vms.push(Vm::boot(&scene, &definition)?);
     }
     // What making the base left in the cache goes, so that reading it is seen.
     rustix::fs::sync();

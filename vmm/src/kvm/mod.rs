@@ -94,7 +94,13 @@ impl Vm {
         if version != 12 {
             return Err(KvmError::ApiVersion(version));
         }
-        let fd = kvm.create_vm().map_err(step("create a VM"))?;
+        // A signal while the kernel starts its own thread for the VM interrupts it (seen under load); nothing was made then.
+        let fd = loop {
+            match kvm.create_vm() {
+                Err(error) if error.errno() == libc::EINTR => {}
+                made => break made.map_err(step("create a VM"))?,
+            }
+        };
         for (cap, name) in NEEDED {
             if !fd.check_extension(cap) {
                 return Err(KvmError::Lacks(name));

@@ -45,7 +45,10 @@ fn calls(subcommand: &str, held: &str, base: &str, spare: &str) -> Option<Vec<Ve
             call(&[&[held, spare], &plain, &chain, &["--to", "raw"]]),
             call(&[&[base, held], &plain, &["--to", "qcow2"]]),
         ],
-        "repair" => vec![call(&[&[held], &plain])],
+        "repair" => vec![
+            call(&[&[held, "--leaks"], &plain]),
+            call(&[&[base, "--all"], &plain]),
+        ],
         "rebase" => vec![
             call(&[&[held], &plain, &chain, &["--onto-nothing"]]),
             call(&[&[held], &plain, &chain, &["--onto-nothing", "--unsafe"]]),

@@ -94,7 +94,8 @@ impl Vm {
         if version != 12 {
             return Err(KvmError::ApiVersion(version));
         }
-        // A signal while the kernel starts its own thread for the VM interrupts it (seen under load); nothing was made then.
+        // A signal interrupts it while the kernel starts a thread of its own for the VM, and so does what io_uring has to tell this
+        // thread; nothing was made then.
         let fd = loop {
             match kvm.create_vm() {
                 Err(error) if error.errno() == libc::EINTR => {}

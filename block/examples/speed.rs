@@ -278,9 +278,6 @@ fn run(top: &Path, base: &Path, case: Case, engine: IoEngine) -> Result<Duration
             over += 1;
         }
     }
-    if case.write {
-        disk.execute(&Op::Flush)?;
-    }
     let time = start.elapsed();
     disk.close()?;
     Ok(time)

@@ -49,6 +49,9 @@ pub(crate) enum Command {
     /// Look at, create and change disk images.
     #[command(subcommand)]
     Image(Image),
+    /// Look at and change the disks of a VM that runs.
+    #[command(subcommand)]
+    Disk(crate::commands::disk::Disk),
     /// Say whether this host is ready, and how to mend what is not.
     Doctor,
 }

@@ -1,6 +1,7 @@
 //! One module a command.
 
 pub(crate) mod console;
+pub(crate) mod disk;
 pub(crate) mod doctor;
 pub(crate) mod image;
 pub(crate) mod image_bench;

@@ -10,5 +10,6 @@ pub(crate) mod image_check;
 pub(crate) mod image_export;
 pub(crate) mod image_import;
 pub(crate) mod image_jobs;
+pub(crate) mod image_lease;
 pub(crate) mod run;
 pub(crate) mod worker;

@@ -14,6 +14,7 @@
 #[cfg(feature = "client")]
 pub mod client;
 pub mod definition;
+pub mod disks;
 #[cfg(feature = "server")]
 pub mod server;
 #[cfg(feature = "socket")]

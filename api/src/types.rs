@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::definition::{DefinitionError, VmConfig};
+use crate::disks::{JobKind, JobState};
 
 /// `GET /v1/info`: who answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,7 +26,9 @@ pub struct Info {
 /// ```text
 ///            start            shutdown                 guest off, deadline
 ///  created ────────▶ running ──────────▶ shutting-down ──────────────────▶ stopped
-///     ▲                 └───────────────── guest off, crash ─────────────────▶ │
+///     ▲       pause, ↓ │  ↑ resume           ↑                                ▲ ▲
+///     │    disk error paused ── shutdown ────┘       guest off, crash         │ │
+///     │                └───────────────────────────────────────────────────────┘ │
 ///     └── PUT ── (no VM) ◀── DELETE ── created, stopped ◀──────────────────────┘
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -36,6 +39,8 @@ pub enum VmState {
     Created,
     /// Its processors run.
     Running,
+    /// Its processors wait: on request, or because a disk failed and its definition says `stop`.
+    Paused,
     /// Asked to power off; forced when the deadline passes.
     ShuttingDown,
     /// Over: powered off, forced off or crashed.
@@ -47,10 +52,22 @@ impl fmt::Display for VmState {
         f.write_str(match self {
             Self::Created => "created",
             Self::Running => "running",
+            Self::Paused => "paused",
             Self::ShuttingDown => "shutting-down",
             Self::Stopped => "stopped",
         })
     }
+}
+
+/// Why a VM is paused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "server", derive(utoipa::ToSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum PauseReason {
+    /// `POST /v1/vm/pause`.
+    Requested,
+    /// A request of a disk failed and waits to be tried again.
+    IoError,
 }
 
 /// Why a VM stopped.
@@ -75,6 +92,9 @@ pub struct VmView {
     /// Why it stopped, once it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<StopReason>,
+    /// Why it is paused, while it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pause_reason: Option<PauseReason>,
     /// How often the guest or the API reset it since it was started.
     pub resets: u64,
     /// The pseudo-terminal of its serial port, if it has one.
@@ -165,6 +185,32 @@ pub enum EventKind {
         /// What the guest did.
         reason: String,
     },
+    /// A request of a disk failed and is kept; the VM is paused until `POST /v1/vm/resume` tries it again.
+    IoError {
+        /// The disk's id.
+        disk: String,
+        /// `read`, `write`, `flush`, `discard`, `write-zeroes`, or `open` where its image could not be opened again.
+        operation: String,
+        /// Where on the disk, in bytes, if it has a place.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        offset: Option<u64>,
+        /// Why it failed.
+        reason: String,
+    },
+    /// A job on a disk is over.
+    Job {
+        /// The job.
+        id: String,
+        /// The disk.
+        disk: String,
+        /// What it did.
+        kind: JobKind,
+        /// `done`, `failed` or `cancelled`.
+        state: JobState,
+        /// Why it failed.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        error: Option<String>,
+    },
     /// The virtual machine could not go on.
     Crashed {
         /// What the hypervisor said.
@@ -187,6 +233,8 @@ impl EventKind {
             Self::Reset => "reset",
             Self::ShutdownForced => "shutdown-forced",
             Self::DeviceBroken { .. } => "device-broken",
+            Self::IoError { .. } => "io-error",
+            Self::Job { .. } => "job",
             Self::Crashed { .. } => "crashed",
             Self::Lagged { .. } => "lagged",
         }
@@ -202,7 +250,7 @@ pub enum ErrorCode {
     Malformed,
     /// 404: there is no VM.
     NoVm,
-    /// 404: there is no such path.
+    /// 404: there is no such path, disk or job.
     NotFound,
     /// 405: the path has no such method.
     MethodNotAllowed,
@@ -210,6 +258,8 @@ pub enum ErrorCode {
     Timeout,
     /// 409: the VM's state, told in `state`, does not allow it.
     WrongState,
+    /// 409: a job is under way on the disk.
+    Busy,
     /// 413: the body is too large.
     TooLarge,
     /// 415: the body's content type is none that the operation takes.
@@ -233,7 +283,7 @@ impl ErrorCode {
             Self::NoVm | Self::NotFound => 404,
             Self::MethodNotAllowed => 405,
             Self::Timeout => 408,
-            Self::WrongState => 409,
+            Self::WrongState | Self::Busy => 409,
             Self::TooLarge => 413,
             Self::UnsupportedMediaType => 415,
             Self::Invalid | Self::Unavailable => 422,

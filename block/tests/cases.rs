@@ -360,6 +360,32 @@ fn wild_offsets_and_garbage_are_io_errors() {
 }
 
 #[test]
+fn tables_past_the_end_of_the_file_are_errors_and_do_not_make_it_larger() {
+    let far = 0x06d9_3022_0000u64;
+    for (at, place) in [(40, "l1_table_offset"), (48, "refcount_table_offset")] {
+        let folder = Folder::new();
+        let top = folder.path("top.qcow2");
+        qemu_img(&["create", "-q", "-f", "qcow2", text(&top), "1M"]);
+        patch(&top, at, &far.to_be_bytes());
+        let message = refusal(&spec(&top, Format::Qcow2, &[]));
+        assert!(message.contains(place), "{message}");
+    }
+    // An entry of the refcount table, one of the L1 table.
+    for (at, flag) in [(0x1_0000, 0), (0x3_0000, 1 << 63)] {
+        let folder = Folder::new();
+        let top = folder.path("top.qcow2");
+        qemu_img(&["create", "-q", "-f", "qcow2", text(&top), "1M"]);
+        qemu_io("qcow2", &top, &["write -P 1 0 64k"]);
+        patch(&top, at, &(far | flag).to_be_bytes());
+        let mut disk = TestDisk::open(&spec(&top, Format::Qcow2, &[]));
+        let error = disk.try_write(128 * K, &[1; 512]).unwrap_err();
+        assert!(matches!(error, IoError::Corrupt { .. }), "{error}");
+        drop(disk);
+        assert!(std::fs::metadata(&top).unwrap().len() < 1 << 20);
+    }
+}
+
+#[test]
 fn a_hostile_header_is_refused_before_memory_is_taken() {
     let patches: [(u64, &[u8]); 9] = [
         (36, &[0xff; 4]),

@@ -13,7 +13,7 @@ use common::{
 };
 use drover_block::{
     Buffers, Disk, DiskOptions, DiskSpec, ErrorKind, Format, IoEngine, Job, JobHandle, JobState,
-    Layer, Op, Request, SharedBuffer, image,
+    Layer, Op, Request, SharedBuffer, image, lease,
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
@@ -751,6 +751,18 @@ fn a_flattened_disk_is_not_opened_on_its_old_layers_again() {
         message.contains("may have been flattened") && message.contains("base.qcow2"),
         "{message}"
     );
+}
+
+#[test]
+fn a_layer_that_an_overlay_was_committed_to_is_nobodys_past_any_more() {
+    let folder = Folder::new();
+    let spec = full(&folder, 2 * MIB, Job::Commit);
+    let base = folder.path("base.qcow2");
+    lease::supersede(&base, &spec.top.path).unwrap();
+    let alone = common::spec(&base, Format::Qcow2, &[]);
+    assert!(common::refusal(&alone).contains("top.qcow2"));
+    image::commit(&spec, &mut image::Unwatched).unwrap();
+    TestDisk::open(&alone).close();
 }
 
 #[test]

@@ -10,22 +10,30 @@
 //!
 //! Nothing of the guest's data path passes here, except the serial console, whose bytes come in batches.
 
+mod disks;
+mod exchange;
+mod jobs;
+
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use drover_api::definition::VmConfig;
 use drover_api::server::{Created, Reply};
-use drover_api::types::{ApiError, Event, EventKind, ShutdownRequest, StopReason, VmState, VmView};
+use drover_api::types::{
+    ApiError, Event, EventKind, PauseReason, ShutdownRequest, StopReason, VmState, VmView,
+};
 use drover_devices::platform::PowerRequest;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use tokio::sync::broadcast;
 use vmm_sys_util::timerfd::TimerFd;
 
+use self::exchange::Exchanges;
+use self::jobs::Jobs;
 use crate::console::ConsoleWatch;
 use crate::lifecycle::{self, Action, Input};
 use crate::machine::{BuildError, Machine};
-use crate::mailbox::{Inbox, Mailbox, Message};
+use crate::mailbox::{DiskMessage, Inbox, Mailbox, Message};
 use crate::metrics::Timeline;
 use crate::process::TerminationSignals;
 use crate::service::PublishedState;
@@ -60,6 +68,7 @@ mod source {
     pub(super) const DEADLINE: u32 = 2;
     pub(super) const SIGNALS: u32 = 3;
     pub(super) const CONSOLE: u32 = 4;
+    pub(super) const JOBS: u32 = 5;
 }
 
 /// The state of the control thread.
@@ -67,7 +76,10 @@ pub struct Control {
     machine: Option<Machine>,
     state: Option<VmState>,
     stop_reason: Option<StopReason>,
+    pause_reason: Option<PauseReason>,
     resets: u64,
+    exchanges: Exchanges,
+    jobs: Jobs,
 
     mailbox: Mailbox,
     inbox: Inbox,
@@ -109,13 +121,18 @@ impl Control {
     pub fn new(setup: Setup) -> Result<Self, ControlError> {
         let deadline =
             TimerFd::new().map_err(|errno| ControlError::Descriptor("timer", errno.into()))?;
+        let ticks =
+            TimerFd::new().map_err(|errno| ControlError::Descriptor("timer", errno.into()))?;
         let console = ConsoleWatch::new()
             .map_err(|error| ControlError::Descriptor("descriptor for the console", error))?;
         Ok(Self {
             machine: None,
             state: None,
             stop_reason: None,
+            pause_reason: None,
             resets: 0,
+            exchanges: Exchanges::default(),
+            jobs: Jobs::new(ticks),
             mailbox: setup.mailbox,
             inbox: setup.inbox,
             signals: setup.signals,
@@ -185,6 +202,12 @@ impl Control {
                 let reply = self.input(Input::Reset).and_then(|()| self.view());
                 let _ = answer.send(reply);
             }
+            Message::Pause(answer) => {
+                let reply = self.input(Input::Pause).and_then(|()| self.view());
+                let _ = answer.send(reply);
+            }
+            Message::Resume(answer) => self.resume(answer),
+            Message::Disk(message) => self.disk_message(message),
             Message::Metrics(answer) => {
                 let _ = answer.send(Ok(self.metrics()));
             }
@@ -212,6 +235,7 @@ impl Control {
         Ok(VmView {
             state,
             stop_reason: self.stop_reason,
+            pause_reason: self.pause_reason,
             resets: self.resets,
             pty: machine.pty(),
             config: machine.config().clone(),
@@ -239,6 +263,20 @@ impl Control {
         let mut machine = Machine::build(config, &self.mailbox, self.threads)?;
         self.timeline.mark_created();
         self.console.follow(Some(machine.console()));
+        for (index, (disk, live)) in machine
+            .config()
+            .disks
+            .iter()
+            .zip(machine.disks())
+            .enumerate()
+        {
+            let mailbox = self.mailbox.clone();
+            let observer = Arc::new(move |stopped| {
+                mailbox.send(Message::Disk(DiskMessage::Stopped { index, stopped }));
+            });
+            let policy = crate::machine::disks::error_policy(disk);
+            live.handle.set_error_policy(policy, observer);
+        }
         self.machine = Some(machine);
         self.stop_reason = None;
         self.resets = 0;
@@ -286,6 +324,8 @@ impl Control {
             Action::Build => {}
             Action::Remove => {
                 self.console.follow(None);
+                self.end_exchanges();
+                self.jobs.forget_all();
                 self.machine = None;
                 self.emit(EventKind::Deleted);
             }
@@ -295,18 +335,34 @@ impl Control {
                     self.timeline.mark_started();
                 }
             }
-            Action::PressPowerButton => {
-                if let Some(machine) = &self.machine
-                    && !machine.press_power_button()
-                {
-                    tracing::info!("the guest does not listen to its power button yet");
-                }
-            }
-            Action::Reset => {
-                if !self.reset() {
+            Action::Pause => {
+                let disk = input == Input::DiskStopped;
+                if !self.pause() {
                     return Ok(());
                 }
+                self.pause_reason = Some(if disk {
+                    PauseReason::IoError
+                } else {
+                    PauseReason::Requested
+                });
             }
+            Action::Resume => self.run_on(),
+            Action::PressPowerButton => self.press_power_button(),
+            Action::ResumeAndPressPowerButton => {
+                self.retry_disks();
+                self.run_on();
+                self.press_power_button();
+            }
+            Action::Reset | Action::ResetParked => {
+                let run = step.action == Action::Reset;
+                if !self.reset(run) {
+                    return Ok(());
+                }
+                if run {
+                    self.pause_reason = None;
+                }
+            }
+            Action::ReportFailures => self.report_failures(),
             Action::Finish(reason) => {
                 self.stop_reason = Some(reason);
                 if input == Input::Deadline {
@@ -319,12 +375,43 @@ impl Control {
         Ok(())
     }
 
+    /// Parks the processors; false if that ended the VM instead.
+    fn pause(&mut self) -> bool {
+        let stopped = self.machine.as_mut().map_or(Ok(()), Machine::stop);
+        let Err(error) = stopped else {
+            return true;
+        };
+        tracing::error!(%error, "the processors cannot be paused");
+        self.emit(EventKind::Crashed {
+            reason: format!("pause: {error}"),
+        });
+        self.internal(Input::Crash);
+        false
+    }
+
+    fn run_on(&mut self) {
+        self.pause_reason = None;
+        if let Some(machine) = &mut self.machine {
+            machine.resume();
+        }
+    }
+
+    fn press_power_button(&self) {
+        if let Some(machine) = &self.machine
+            && !machine.press_power_button()
+        {
+            tracing::info!("the guest does not listen to its power button yet");
+        }
+    }
+
     /// Resets in place; false if that ended the VM instead.
-    fn reset(&mut self) -> bool {
+    fn reset(&mut self, run: bool) -> bool {
+        // What was kept for the guest that is gone is forgotten by its queues; nothing is to stay stopped.
+        self.retry_disks();
         let Some(machine) = &mut self.machine else {
             return true;
         };
-        match machine.reset() {
+        match machine.reset(run) {
             Ok(()) => {
                 self.resets += 1;
                 // A guest can do nothing but reset all day.
@@ -346,6 +433,8 @@ impl Control {
     }
 
     fn finish(&mut self, reason: StopReason) {
+        self.pause_reason = None;
+        self.end_exchanges();
         if let Some(machine) = &mut self.machine {
             if let Err(error) = machine.stop() {
                 tracing::warn!(%error, "a processor did not stop in time");
@@ -396,7 +485,7 @@ impl Control {
         for _ in 0..self.signals.received() {
             let forced = Duration::from_millis(0);
             match self.state {
-                Some(VmState::Running) => {
+                Some(VmState::Running | VmState::Paused) => {
                     let timeout_ms = SIGTERM_TIMEOUT.as_millis() as u64;
                     let _ = self.shutdown(ShutdownRequest { timeout_ms });
                 }
@@ -423,6 +512,7 @@ impl MutEventSubscriber for Control {
                 self.deadline_at = None;
                 self.internal(Input::Deadline);
             }
+            source::JOBS => self.tick_jobs(),
             source::SIGNALS => self.signalled(),
             source::CONSOLE => {
                 if let Some(machine) = &mut self.machine {
@@ -439,6 +529,7 @@ impl MutEventSubscriber for Control {
             (self.deadline.as_raw_fd(), source::DEADLINE),
             (self.signals.as_raw_fd(), source::SIGNALS),
             (self.console.as_raw_fd(), source::CONSOLE),
+            (self.jobs.timer_fd(), source::JOBS),
         ];
         for (descriptor, source) in permanent {
             if let Err(error) = ops.add(Events::with_data_raw(descriptor, source, EventSet::IN)) {

@@ -5,8 +5,18 @@
 //! | no VM         | build → created | – | no VM | no VM | no VM | – | – | – | – |
 //! | created       | 409 | remove → no VM | run → running | 409 | 409 | – | – | – | finish → stopped |
 //! | running       | 409 | 409 | – | press button → shutting-down | reset | reset | finish → stopped | – | finish → stopped |
+//! | paused        | 409 | 409 | 409 | resume, press button → shutting-down | reset → running | reset, parked | finish → stopped | – | finish → stopped |
 //! | shutting-down | 409 | 409 | 409 | press button | 409 | reset | finish → stopped | finish → stopped | finish → stopped |
 //! | stopped       | 409 | remove → no VM | 409 | – | 409 | – | – | – | – |
+//!
+//! | state ╲ input | pause | resume | a disk stopped |
+//! |---|---|---|---|
+//! | no VM         | no VM | no VM | – |
+//! | created       | 409 | 409 | – |
+//! | running       | pause → paused | – | pause → paused |
+//! | paused        | – | resume → running | – |
+//! | shutting-down | 409 | 409 | report to the guest |
+//! | stopped       | 409 | 409 | – |
 //!
 //! "–" is a success that changes nothing: calls are idempotent, and what the guest or a timer says too late is ignored. A second
 //! `create` of the very same definition succeeds too; the caller compares before it asks this table.
@@ -34,11 +44,17 @@ pub enum Input {
     Deadline,
     /// The machine cannot go on.
     Crash,
+    /// `POST /v1/vm/pause`.
+    Pause,
+    /// `POST /v1/vm/resume`.
+    Resume,
+    /// A request of a disk failed and is kept, or a disk could not be opened again.
+    DiskStopped,
 }
 
 impl Input {
     #[cfg(test)]
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 12] = [
         Self::Create,
         Self::Delete,
         Self::Start,
@@ -48,6 +64,9 @@ impl Input {
         Self::GuestOff,
         Self::Deadline,
         Self::Crash,
+        Self::Pause,
+        Self::Resume,
+        Self::DiskStopped,
     ];
 
     fn verb(self) -> &'static str {
@@ -59,6 +78,8 @@ impl Input {
             Self::Reset | Self::GuestReset => "be reset",
             Self::GuestOff | Self::Deadline => "be turned off",
             Self::Crash => "crash",
+            Self::Pause | Self::DiskStopped => "be paused",
+            Self::Resume => "be resumed",
         }
     }
 }
@@ -74,10 +95,20 @@ pub enum Action {
     Remove,
     /// Let the processors run.
     Run,
+    /// Stop the processors for a while.
+    Pause,
+    /// Let the processors run on.
+    Resume,
     /// Press the power button and (re)start the deadline.
     PressPowerButton,
+    /// Let the processors run on, then press the power button and start the deadline.
+    ResumeAndPressPowerButton,
     /// Reset in place.
     Reset,
+    /// Reset in place; the processors wait.
+    ResetParked,
+    /// Tell the guest of what failed: a VM that is to end does not wait for a repair.
+    ReportFailures,
     /// Stop the processors for good.
     Finish(StopReason),
 }
@@ -96,8 +127,11 @@ pub struct Step {
 /// # Errors
 /// The state does not allow it, or there is no VM.
 pub fn step(state: Option<VmState>, input: Input) -> Result<Step, ApiError> {
-    use Action::{Build, Finish, Nothing, PressPowerButton, Remove, Reset, Run};
-    use VmState::{Created, Running, ShuttingDown, Stopped};
+    use Action::{
+        Build, Finish, Nothing, Pause, PressPowerButton, Remove, ReportFailures, Reset,
+        ResetParked, Resume, ResumeAndPressPowerButton, Run,
+    };
+    use VmState::{Created, Paused, Running, ShuttingDown, Stopped};
 
     let to = |action, next| {
         Ok(Step {
@@ -112,12 +146,15 @@ pub fn step(state: Option<VmState>, input: Input) -> Result<Step, ApiError> {
     let Some(now) = state else {
         return match input {
             Input::Create => to(Build, Created),
-            Input::Start | Input::Shutdown | Input::Reset => Err(ApiError::no_vm()),
+            Input::Start | Input::Shutdown | Input::Reset | Input::Pause | Input::Resume => {
+                Err(ApiError::no_vm())
+            }
             Input::Delete
             | Input::GuestReset
             | Input::GuestOff
             | Input::Deadline
-            | Input::Crash => stay,
+            | Input::Crash
+            | Input::DiskStopped => stay,
         };
     };
     let forbidden = || Err(ApiError::wrong_state(now, input.verb()));
@@ -128,28 +165,39 @@ pub fn step(state: Option<VmState>, input: Input) -> Result<Step, ApiError> {
             action: Remove,
             next: None,
         }),
-        (Running | ShuttingDown, Input::Delete) => forbidden(),
+        (Running | Paused | ShuttingDown, Input::Delete) => forbidden(),
 
         (Created, Input::Start) => to(Run, Running),
         (Running, Input::Start) => stay,
-        (ShuttingDown | Stopped, Input::Start) => forbidden(),
+        (Paused | ShuttingDown | Stopped, Input::Start) => forbidden(),
 
         (Created, Input::Shutdown) => forbidden(),
         (Running | ShuttingDown, Input::Shutdown) => to(PressPowerButton, ShuttingDown),
+        (Paused, Input::Shutdown) => to(ResumeAndPressPowerButton, ShuttingDown),
         (Stopped, Input::Shutdown) => stay,
 
-        (Running, Input::Reset) => to(Reset, Running),
+        (Running | Paused, Input::Reset) => to(Reset, Running),
         (Created | ShuttingDown | Stopped, Input::Reset) => forbidden(),
 
         (Running | ShuttingDown, Input::GuestReset) => to(Reset, now),
-        (Running | ShuttingDown, Input::GuestOff) => to(Finish(StopReason::PoweredOff), Stopped),
+        (Paused, Input::GuestReset) => to(ResetParked, Paused),
+        (Running | Paused | ShuttingDown, Input::GuestOff) => {
+            to(Finish(StopReason::PoweredOff), Stopped)
+        }
         (ShuttingDown, Input::Deadline) => to(Finish(StopReason::Forced), Stopped),
-        (Created | Running | ShuttingDown, Input::Crash) => {
+        (Created | Running | Paused | ShuttingDown, Input::Crash) => {
             to(Finish(StopReason::Crashed), Stopped)
         }
         (Created | Stopped, Input::GuestReset | Input::GuestOff)
-        | (Created | Running | Stopped, Input::Deadline)
+        | (Created | Running | Paused | Stopped, Input::Deadline)
         | (Stopped, Input::Crash) => stay,
+
+        (Running, Input::Pause | Input::DiskStopped) => to(Pause, Paused),
+        (Paused, Input::Pause | Input::DiskStopped) | (Running, Input::Resume) => stay,
+        (Paused, Input::Resume) => to(Resume, Running),
+        (ShuttingDown, Input::DiskStopped) => to(ReportFailures, ShuttingDown),
+        (Created | Stopped, Input::DiskStopped) => stay,
+        (Created | ShuttingDown | Stopped, Input::Pause | Input::Resume) => forbidden(),
     }
 }
 
@@ -160,54 +208,35 @@ mod tests {
     use super::*;
 
     /// The table of the module comment, written the other way round: one word a cell.
-    const TABLE: [(Option<VmState>, [&str; 9]); 5] = [
-        (
-            None,
-            ["created", "-", "none", "none", "none", "-", "-", "-", "-"],
-        ),
+    const TABLE: [(Option<VmState>, &str); 6] = [
+        (None, "created - none none none - - - - none none -"),
         (
             Some(VmState::Created),
-            [
-                "409", "gone", "running", "409", "409", "-", "-", "-", "stopped",
-            ],
+            "409 gone running 409 409 - - - stopped 409 409 -",
         ),
         (
             Some(VmState::Running),
-            [
-                "409",
-                "409",
-                "-",
-                "shutting-down",
-                "running",
-                "running",
-                "stopped",
-                "-",
-                "stopped",
-            ],
+            "409 409 - shutting-down running running stopped - stopped paused - paused",
+        ),
+        (
+            Some(VmState::Paused),
+            "409 409 409 shutting-down running paused stopped - stopped - running -",
         ),
         (
             Some(VmState::ShuttingDown),
-            [
-                "409",
-                "409",
-                "409",
-                "shutting-down",
-                "409",
-                "shutting-down",
-                "stopped",
-                "stopped",
-                "stopped",
-            ],
+            "409 409 409 shutting-down 409 shutting-down stopped stopped stopped 409 409 shutting-down",
         ),
         (
             Some(VmState::Stopped),
-            ["409", "gone", "409", "-", "409", "-", "-", "-", "-"],
+            "409 gone 409 - 409 - - - - 409 409 -",
         ),
     ];
 
     #[test]
     fn every_input_in_every_state_does_what_the_table_says() {
         for (state, cells) in TABLE {
+            let cells: Vec<&str> = cells.split(' ').collect();
+            assert_eq!(cells.len(), Input::ALL.len(), "{state:?}");
             for (input, cell) in Input::ALL.into_iter().zip(cells) {
                 let outcome = match step(state, input) {
                     Err(error) if error.code == ErrorCode::NoVm => "none".to_owned(),

@@ -4,10 +4,13 @@ use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use drover_api::definition::VmConfig;
+use drover_api::definition::{LimitsConfig, VmConfig};
+use drover_api::disks::{DiskView, JobChange, JobRequest, JobView, SnapshotRequest};
 use drover_api::server::{Created, Reply};
 use drover_api::types::{ShutdownRequest, VmView};
+use drover_block::{Disk, IoError, JobHandle};
 use drover_devices::platform::PowerRequest;
+use drover_devices::virtio::block::handle::Stopped;
 use tokio::sync::oneshot;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -30,12 +33,108 @@ pub enum Message {
     Shutdown(ShutdownRequest, Answer<VmView>),
     /// `POST /v1/vm/reset`.
     Reset(Answer<VmView>),
+    /// `POST /v1/vm/pause`.
+    Pause(Answer<VmView>),
+    /// `POST /v1/vm/resume`.
+    Resume(Answer<VmView>),
+    /// Something about disks and their jobs.
+    Disk(DiskMessage),
     /// `GET /v1/metrics`.
     Metrics(Answer<String>),
     /// The guest wants a reset or power-off.
     Power(PowerRequest),
     /// A vCPU cannot go on.
     Crashed(CrashReason),
+}
+
+/// What the control thread is told about disks. Disks go by their place in the definition.
+pub enum DiskMessage {
+    /// `GET /v1/vm/disks`.
+    View(Answer<Vec<DiskView>>),
+    /// `POST /v1/vm/disks/{disk}/resize`.
+    Resize {
+        /// Its id.
+        disk: String,
+        /// In bytes.
+        size: u64,
+        /// To whom.
+        answer: Answer<DiskView>,
+    },
+    /// `POST /v1/vm/disks/snapshot`.
+    Snapshot {
+        /// What was asked for.
+        request: SnapshotRequest,
+        /// To whom.
+        answer: Answer<Vec<DiskView>>,
+    },
+    /// `PUT /v1/vm/disks/{disk}/limits`.
+    Limit {
+        /// Its id.
+        disk: String,
+        /// From now on.
+        limits: LimitsConfig,
+        /// To whom.
+        answer: Answer<DiskView>,
+    },
+    /// `POST /v1/vm/disks/{disk}/jobs`.
+    BeginJob {
+        /// Its id.
+        disk: String,
+        /// What was asked for.
+        request: JobRequest,
+        /// To whom.
+        answer: Answer<JobView>,
+    },
+    /// `GET /v1/vm/jobs`.
+    Jobs(Answer<Vec<JobView>>),
+    /// `GET /v1/vm/jobs/{id}`.
+    Job {
+        /// Which.
+        id: String,
+        /// To whom.
+        answer: Answer<JobView>,
+    },
+    /// `PATCH /v1/vm/jobs/{id}`.
+    ChangeJob {
+        /// Which.
+        id: String,
+        /// What was asked for.
+        change: JobChange,
+        /// To whom.
+        answer: Answer<JobView>,
+    },
+    /// `DELETE /v1/vm/jobs/{id}`.
+    DeleteJob {
+        /// Which.
+        id: String,
+        /// To whom.
+        answer: Answer<JobView>,
+    },
+    /// A disk's thread hands it over.
+    Taken {
+        /// For which exchange.
+        exchange: u64,
+        /// Which disk.
+        index: usize,
+        /// It.
+        disk: Box<Disk>,
+        /// How its last flush ended.
+        flushed: Result<(), IoError>,
+    },
+    /// A disk's thread has begun a job, or could not.
+    Begun {
+        /// Which.
+        job: u64,
+        /// How to follow it.
+        handle: Result<JobHandle, String>,
+    },
+    /// A request failed and is kept.
+    Stopped {
+        /// On which disk.
+        index: usize,
+        /// What failed.
+        stopped: Stopped,
+    },
 }
 
 /// The sending end; cheap to clone.

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use drover_api::types::VmState;
+use drover_block::DiskStatistics;
 
 use crate::machine::devices::{Device, DeviceMetrics};
 use crate::vcpu::exits::ExitCounters;
@@ -47,6 +48,8 @@ pub struct MachineMetrics<'a> {
     pub vcpus: Vec<(u8, Arc<ExitCounters>)>,
     /// Its virtio devices.
     pub devices: &'a [Device],
+    /// What its disks count, with their labels.
+    pub disks: Vec<(String, Arc<DiskStatistics>)>,
     /// Writes of the kernel's interrupt routing table.
     pub route_writes: u64,
     /// Bytes of serial output that nobody took in time.
@@ -100,6 +103,7 @@ pub fn render(
     for candidate in [
         VmState::Created,
         VmState::Running,
+        VmState::Paused,
         VmState::ShuttingDown,
         VmState::Stopped,
     ] {
@@ -124,6 +128,11 @@ pub fn render(
     if let Some(machine) = machine {
         render_machine(&mut text, machine);
         render_devices(&mut text, machine.devices);
+        let disks = machine.disks.iter();
+        let disks: Vec<(&str, &DiskStatistics)> = disks
+            .map(|(labels, statistics)| (labels.as_str(), &**statistics))
+            .collect();
+        drover_block::render_prometheus(&mut text.0, &disks);
     }
     text.0
 }
@@ -198,6 +207,11 @@ fn rows(metrics: &DeviceMetrics) -> Vec<Row<'_>> {
                 "block_failed_total",
                 "Requests that the host or the image failed.",
                 &m.failed,
+            ),
+            (
+                "block_kept_total",
+                "Requests that failed and were kept, to be tried again.",
+                &m.kept,
             ),
             (
                 "block_refused_total",
@@ -394,6 +408,7 @@ mod tests {
         let machine = MachineMetrics {
             vcpus: vec![(0, exits)],
             devices: &devices,
+            disks: vec![("device=\"root\"".to_owned(), Arc::default())],
             route_writes: 1,
             console_dropped_bytes: 0,
             unclaimed_port_accesses: 2,
@@ -419,6 +434,12 @@ mod tests {
                 declared.push(name);
             } else if !line.starts_with('#') {
                 let name = line.split(['{', ' ']).next().unwrap();
+                // A histogram is one family of three kinds of samples.
+                let parts = ["_bucket", "_sum", "_count"];
+                let histogram = parts.iter().find_map(|part| name.strip_suffix(part));
+                let name = histogram
+                    .filter(|name| declared.contains(name))
+                    .unwrap_or(name);
                 assert_eq!(
                     declared.last(),
                     Some(&name),

@@ -3,20 +3,22 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use drover_api::definition::VmConfig;
+use drover_api::definition::{LimitsConfig, VmConfig};
+use drover_api::disks::{DiskView, JobChange, JobRequest, JobView, ResizeRequest, SnapshotRequest};
 use drover_api::server::{Created, Reply, VmService};
 use drover_api::types::{ApiError, ErrorCode, Event, Info, ShutdownRequest, VmState, VmView};
 use tokio::sync::{broadcast, oneshot};
 
-use crate::mailbox::{Answer, Mailbox, Message};
+use crate::mailbox::{Answer, DiskMessage, Mailbox, Message};
 
 /// The VM's state as the control thread publishes it, readable without waiting for that thread.
 #[derive(Debug, Default)]
 pub struct PublishedState(AtomicU8);
 
-const STATES: [VmState; 4] = [
+const STATES: [VmState; 5] = [
     VmState::Created,
     VmState::Running,
+    VmState::Paused,
     VmState::ShuttingDown,
     VmState::Stopped,
 ];
@@ -98,6 +100,72 @@ impl VmService for Service {
 
     async fn reset(&self) -> Reply<VmView> {
         self.ask(Message::Reset).await
+    }
+
+    async fn pause(&self) -> Reply<VmView> {
+        self.ask(Message::Pause).await
+    }
+
+    async fn resume(&self) -> Reply<VmView> {
+        self.ask(Message::Resume).await
+    }
+
+    async fn disks(&self) -> Reply<Vec<DiskView>> {
+        self.ask(|answer| Message::Disk(DiskMessage::View(answer)))
+            .await
+    }
+
+    async fn resize(&self, disk: String, request: ResizeRequest) -> Reply<DiskView> {
+        let size = request.size.0;
+        self.ask(|answer| Message::Disk(DiskMessage::Resize { disk, size, answer }))
+            .await
+    }
+
+    async fn snapshot(&self, request: SnapshotRequest) -> Reply<Vec<DiskView>> {
+        self.ask(|answer| Message::Disk(DiskMessage::Snapshot { request, answer }))
+            .await
+    }
+
+    async fn limit(&self, disk: String, limits: LimitsConfig) -> Reply<DiskView> {
+        self.ask(|answer| {
+            Message::Disk(DiskMessage::Limit {
+                disk,
+                limits,
+                answer,
+            })
+        })
+        .await
+    }
+
+    async fn begin_job(&self, disk: String, request: JobRequest) -> Reply<JobView> {
+        self.ask(|answer| {
+            Message::Disk(DiskMessage::BeginJob {
+                disk,
+                request,
+                answer,
+            })
+        })
+        .await
+    }
+
+    async fn jobs(&self) -> Reply<Vec<JobView>> {
+        self.ask(|answer| Message::Disk(DiskMessage::Jobs(answer)))
+            .await
+    }
+
+    async fn job(&self, id: String) -> Reply<JobView> {
+        self.ask(|answer| Message::Disk(DiskMessage::Job { id, answer }))
+            .await
+    }
+
+    async fn change_job(&self, id: String, change: JobChange) -> Reply<JobView> {
+        self.ask(|answer| Message::Disk(DiskMessage::ChangeJob { id, change, answer }))
+            .await
+    }
+
+    async fn delete_job(&self, id: String) -> Reply<JobView> {
+        self.ask(|answer| Message::Disk(DiskMessage::DeleteJob { id, answer }))
+            .await
     }
 
     async fn metrics(&self) -> Reply<String> {

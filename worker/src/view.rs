@@ -20,6 +20,8 @@ pub enum Status {
     Created,
     /// Its guest runs.
     Running,
+    /// Its processors wait: on request, or because a disk failed.
+    Paused,
     /// Its guest has been asked to power off.
     ShuttingDown,
     /// It has a process that does not answer.
@@ -36,6 +38,7 @@ impl Status {
             Self::Stopped => "stopped",
             Self::Created => "created",
             Self::Running => "running",
+            Self::Paused => "paused",
             Self::ShuttingDown => "shutting-down",
             Self::Unreachable => "unreachable",
             Self::Damaged => "damaged",
@@ -88,6 +91,7 @@ pub fn show(state: &StateDir, name: &str) -> Result<View, Error> {
             Ok(vm) => match vm.state {
                 VmState::Created => Status::Created,
                 VmState::Running => Status::Running,
+                VmState::Paused => Status::Paused,
                 VmState::ShuttingDown => Status::ShuttingDown,
                 VmState::Stopped => Status::Stopped,
             },

@@ -7,7 +7,8 @@ use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 
 use super::Result;
-use crate::definition::VmConfig;
+use crate::definition::{LimitsConfig, VmConfig};
+use crate::disks::{DiskView, JobChange, JobRequest, JobView, ResizeRequest, SnapshotRequest};
 use crate::types::{Event, Info, ShutdownRequest, VmView};
 
 /// See [`super::Client`], whose operations and errors these are. Not to be used on a tokio runtime.
@@ -100,6 +101,94 @@ impl Client {
     /// See [`super::ClientError`].
     pub fn reset(&self) -> Result<VmView> {
         self.runtime.block_on(self.client.reset())
+    }
+
+    /// `POST /v1/vm/pause`.
+    ///
+    /// # Errors
+    /// See [`super::ClientError`].
+    pub fn pause(&self) -> Result<VmView> {
+        self.runtime.block_on(self.client.pause())
+    }
+
+    /// `POST /v1/vm/resume`.
+    ///
+    /// # Errors
+    /// See [`super::ClientError`].
+    pub fn resume(&self) -> Result<VmView> {
+        self.runtime.block_on(self.client.resume())
+    }
+
+    /// `GET /v1/vm/disks`.
+    ///
+    /// # Errors
+    /// See [`super::ClientError`].
+    pub fn disks(&self) -> Result<Vec<DiskView>> {
+        self.runtime.block_on(self.client.disks())
+    }
+
+    /// `POST /v1/vm/disks/{disk}/resize`.
+    ///
+    /// # Errors
+    /// See [`super::ClientError`].
+    pub fn resize(&self, disk: &str, request: ResizeRequest) -> Result<DiskView> {
+        self.runtime.block_on(self.client.resize(disk, request))
+    }
+
+    /// `POST /v1/vm/disks/snapshot`.
+    ///
+    /// # Errors
+    /// See [`super::ClientError`].
+    pub fn snapshot(&self, request: &SnapshotRequest) -> Result<Vec<DiskView>> {
+        self.runtime.block_on(self.client.snapshot(request))
+    }
+
+    /// `PUT /v1/vm/disks/{disk}/limits`.
+    ///
+    /// # Errors
+    /// See [`super::ClientError`].
+    pub fn limit(&self, disk: &str, limits: &LimitsConfig) -> Result<DiskView> {
+        self.runtime.block_on(self.client.limit(disk, limits))
+    }
+
+    /// `POST /v1/vm/disks/{disk}/jobs`.
+    ///
+    /// # Errors
+    /// See [`super::ClientError`].
+    pub fn begin_job(&self, disk: &str, request: JobRequest) -> Result<JobView> {
+        self.runtime.block_on(self.client.begin_job(disk, request))
+    }
+
+    /// `GET /v1/vm/jobs`.
+    ///
+    /// # Errors
+    /// See [`super::ClientError`].
+    pub fn jobs(&self) -> Result<Vec<JobView>> {
+        self.runtime.block_on(self.client.jobs())
+    }
+
+    /// `GET /v1/vm/jobs/{id}`.
+    ///
+    /// # Errors
+    /// See [`super::ClientError`].
+    pub fn job(&self, id: &str) -> Result<JobView> {
+        self.runtime.block_on(self.client.job(id))
+    }
+
+    /// `PATCH /v1/vm/jobs/{id}`.
+    ///
+    /// # Errors
+    /// See [`super::ClientError`].
+    pub fn change_job(&self, id: &str, change: JobChange) -> Result<JobView> {
+        self.runtime.block_on(self.client.change_job(id, change))
+    }
+
+    /// `DELETE /v1/vm/jobs/{id}`.
+    ///
+    /// # Errors
+    /// See [`super::ClientError`].
+    pub fn delete_job(&self, id: &str) -> Result<JobView> {
+        self.runtime.block_on(self.client.delete_job(id))
     }
 
     /// `GET /v1/metrics`: Prometheus text.

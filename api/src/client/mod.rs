@@ -21,7 +21,8 @@ use tokio::time::timeout;
 
 pub use events::Events;
 
-use crate::definition::VmConfig;
+use crate::definition::{LimitsConfig, VmConfig};
+use crate::disks::{DiskView, JobChange, JobRequest, JobView, ResizeRequest, SnapshotRequest};
 use crate::types::{ApiError, Info, ShutdownRequest, VmView};
 
 /// A reply larger than this is not read, bytes.
@@ -165,6 +166,113 @@ impl Client {
     /// See [`ClientError`].
     pub async fn reset(&self) -> Result<VmView> {
         self.call(Method::POST, "/v1/vm/reset", NO_BODY).await
+    }
+
+    /// `POST /v1/vm/pause`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn pause(&self) -> Result<VmView> {
+        self.call(Method::POST, "/v1/vm/pause", NO_BODY).await
+    }
+
+    /// `POST /v1/vm/resume`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn resume(&self) -> Result<VmView> {
+        self.call(Method::POST, "/v1/vm/resume", NO_BODY).await
+    }
+
+    /// `GET /v1/vm/disks`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn disks(&self) -> Result<Vec<DiskView>> {
+        self.call(Method::GET, "/v1/vm/disks", NO_BODY).await
+    }
+
+    /// `POST /v1/vm/disks/{disk}/resize`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn resize(&self, disk: &str, request: ResizeRequest) -> Result<DiskView> {
+        self.call(
+            Method::POST,
+            &format!("/v1/vm/disks/{disk}/resize"),
+            Some(&request),
+        )
+        .await
+    }
+
+    /// `POST /v1/vm/disks/snapshot`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn snapshot(&self, request: &SnapshotRequest) -> Result<Vec<DiskView>> {
+        self.call(Method::POST, "/v1/vm/disks/snapshot", Some(request))
+            .await
+    }
+
+    /// `PUT /v1/vm/disks/{disk}/limits`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn limit(&self, disk: &str, limits: &LimitsConfig) -> Result<DiskView> {
+        self.call(
+            Method::PUT,
+            &format!("/v1/vm/disks/{disk}/limits"),
+            Some(limits),
+        )
+        .await
+    }
+
+    /// `POST /v1/vm/disks/{disk}/jobs`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn begin_job(&self, disk: &str, request: JobRequest) -> Result<JobView> {
+        self.call(
+            Method::POST,
+            &format!("/v1/vm/disks/{disk}/jobs"),
+            Some(&request),
+        )
+        .await
+    }
+
+    /// `GET /v1/vm/jobs`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn jobs(&self) -> Result<Vec<JobView>> {
+        self.call(Method::GET, "/v1/vm/jobs", NO_BODY).await
+    }
+
+    /// `GET /v1/vm/jobs/{id}`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn job(&self, id: &str) -> Result<JobView> {
+        self.call(Method::GET, &format!("/v1/vm/jobs/{id}"), NO_BODY)
+            .await
+    }
+
+    /// `PATCH /v1/vm/jobs/{id}`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn change_job(&self, id: &str, change: JobChange) -> Result<JobView> {
+        self.call(Method::PATCH, &format!("/v1/vm/jobs/{id}"), Some(&change))
+            .await
+    }
+
+    /// `DELETE /v1/vm/jobs/{id}`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn delete_job(&self, id: &str) -> Result<JobView> {
+        self.call(Method::DELETE, &format!("/v1/vm/jobs/{id}"), NO_BODY)
+            .await
     }
 
     /// `GET /v1/metrics`: Prometheus text.

@@ -33,6 +33,7 @@ pub use error::DefinitionError;
 pub use mac::{MacAddress, MacAddressError};
 pub use parse::{parse, parse_as};
 pub use size::{ByteSize, ByteSizeError};
+pub(crate) use validate::check_path;
 pub use validate::limits;
 
 /// One virtual machine.

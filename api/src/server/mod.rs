@@ -16,6 +16,7 @@
 //!                   └ told to stop: no new connections, replies in flight are written, event streams end, return
 //! ```
 
+mod disk_routes;
 mod events;
 pub mod openapi;
 mod patience;
@@ -38,7 +39,8 @@ use tokio::time::{sleep, timeout};
 pub use crate::socket::{SocketError, SocketGuard, bind_socket};
 
 use self::patience::Patient;
-use crate::definition::VmConfig;
+use crate::definition::{LimitsConfig, VmConfig};
+use crate::disks::{DiskView, JobChange, JobRequest, JobView, ResizeRequest, SnapshotRequest};
 use crate::types::{ApiError, Event, Info, ShutdownRequest, VmView};
 
 /// What a client may take of the server.
@@ -100,6 +102,58 @@ pub trait VmService: Send + Sync + 'static {
 
     /// Resets a running VM.
     fn reset(&self) -> impl Future<Output = Reply<VmView>> + Send;
+
+    /// Parks the processors of a running VM.
+    fn pause(&self) -> impl Future<Output = Reply<VmView>> + Send;
+
+    /// Lets a paused VM run on, after what failed was tried again.
+    fn resume(&self) -> impl Future<Output = Reply<VmView>> + Send;
+
+    /// The disks, in the definition's order.
+    fn disks(&self) -> impl Future<Output = Reply<Vec<DiskView>>> + Send;
+
+    /// Makes a disk larger. The size is one that [`ResizeRequest::validate`] accepted.
+    fn resize(
+        &self,
+        disk: String,
+        request: ResizeRequest,
+    ) -> impl Future<Output = Reply<DiskView>> + Send;
+
+    /// Lets disks continue in overlays, all at the same instant or none. [`SnapshotRequest::validate`] accepted it.
+    fn snapshot(
+        &self,
+        request: SnapshotRequest,
+    ) -> impl Future<Output = Reply<Vec<DiskView>>> + Send;
+
+    /// Changes the limits of a disk, or of the group that it belongs to.
+    fn limit(
+        &self,
+        disk: String,
+        limits: LimitsConfig,
+    ) -> impl Future<Output = Reply<DiskView>> + Send;
+
+    /// Begins a job on a disk.
+    fn begin_job(
+        &self,
+        disk: String,
+        request: JobRequest,
+    ) -> impl Future<Output = Reply<JobView>> + Send;
+
+    /// All jobs that were not removed, oldest first.
+    fn jobs(&self) -> impl Future<Output = Reply<Vec<JobView>>> + Send;
+
+    /// One job.
+    fn job(&self, id: String) -> impl Future<Output = Reply<JobView>> + Send;
+
+    /// Changes a job's rate, or lets it wait or go on.
+    fn change_job(
+        &self,
+        id: String,
+        change: JobChange,
+    ) -> impl Future<Output = Reply<JobView>> + Send;
+
+    /// Cancels a job that is under way; removes one that is over.
+    fn delete_job(&self, id: String) -> impl Future<Output = Reply<JobView>> + Send;
 
     /// Counters in the Prometheus text format (version 0.0.4).
     fn metrics(&self) -> impl Future<Output = Reply<String>> + Send;

@@ -24,6 +24,17 @@ pub const DOCUMENT: &str = include_str!("../../../resources/openapi.json");
         super::routes::start,
         super::routes::shutdown,
         super::routes::reset,
+        super::routes::pause,
+        super::routes::resume,
+        super::disk_routes::disks,
+        super::disk_routes::resize,
+        super::disk_routes::snapshot,
+        super::disk_routes::limit,
+        super::disk_routes::begin_job,
+        super::disk_routes::jobs,
+        super::disk_routes::job,
+        super::disk_routes::change_job,
+        super::disk_routes::delete_job,
     )
 )]
 struct Document;

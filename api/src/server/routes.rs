@@ -15,17 +15,17 @@ use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
 
 use super::events::EventStream;
-use super::{Created, VmService, limits, openapi};
+use super::{Created, VmService, disk_routes, limits, openapi};
 use crate::definition::{DefinitionError, VmConfig, parse_as};
 use crate::types::{ApiError, ErrorCode, Event, Info, ShutdownRequest, VmView};
 
 /// How messages call the request's body.
 const BODY: &str = "request";
 
-type Reply = Result<Response, ApiError>;
+pub(super) type Reply = Result<Response, ApiError>;
 
 pub(super) struct Context<S> {
-    service: Arc<S>,
+    pub(super) service: Arc<S>,
     stopped: watch::Receiver<bool>,
     subscribers: Arc<Semaphore>,
 }
@@ -51,6 +51,9 @@ pub(super) fn router<S: VmService>(service: Arc<S>, stopped: watch::Receiver<boo
         .route("/v1/vm/start", post(start::<S>))
         .route("/v1/vm/shutdown", post(shutdown::<S>))
         .route("/v1/vm/reset", post(reset::<S>))
+        .route("/v1/vm/pause", post(pause::<S>))
+        .route("/v1/vm/resume", post(resume::<S>))
+        .merge(disk_routes::router())
         .method_not_allowed_fallback(method_not_allowed)
         .fallback(not_found)
         .with_state(Context {
@@ -177,7 +180,7 @@ pub(super) async fn delete<S: VmService>(State(context): State<Context<S>>) -> R
 #[utoipa::path(post, path = "/v1/vm/start", operation_id = "start", tag = "vm", responses(
     (status = 200, description = "It runs.", body = VmView),
     (status = 404, description = "There is no VM.", body = ApiError),
-    (status = 409, description = "It is shutting down or stopped.", body = ApiError),
+    (status = 409, description = "It is paused, shutting down or stopped.", body = ApiError),
     (status = 500, description = "A failure that no request should cause.", body = ApiError),
 ))]
 pub(super) async fn start<S: VmService>(State(context): State<Context<S>>) -> Reply {
@@ -226,6 +229,29 @@ pub(super) async fn reset<S: VmService>(State(context): State<Context<S>>) -> Re
     Ok(Json(context.service.reset().await?).into_response())
 }
 
+/// Parks the processors of a running VM. One that is paused already is a success.
+#[utoipa::path(post, path = "/v1/vm/pause", operation_id = "pause", tag = "vm", responses(
+    (status = 200, description = "It is paused.", body = VmView),
+    (status = 404, description = "There is no VM.", body = ApiError),
+    (status = 409, description = "It was not started, or is shutting down or stopped.", body = ApiError),
+    (status = 500, description = "A failure that no request should cause.", body = ApiError),
+))]
+pub(super) async fn pause<S: VmService>(State(context): State<Context<S>>) -> Reply {
+    Ok(Json(context.service.pause().await?).into_response())
+}
+
+/// Lets a paused VM run on; requests of its disks that failed and were kept are tried again. One that runs already is a success.
+#[utoipa::path(post, path = "/v1/vm/resume", operation_id = "resume", tag = "vm", responses(
+    (status = 200, description = "It runs.", body = VmView),
+    (status = 404, description = "There is no VM.", body = ApiError),
+    (status = 409, description = "It was not started, or is shutting down or stopped.", body = ApiError),
+    (status = 422, description = "A disk still cannot be opened; the VM stays paused.", body = ApiError),
+    (status = 500, description = "A failure that no request should cause.", body = ApiError),
+))]
+pub(super) async fn resume<S: VmService>(State(context): State<Context<S>>) -> Reply {
+    Ok(Json(context.service.resume().await?).into_response())
+}
+
 async fn not_found(uri: Uri) -> ApiError {
     ApiError::new(ErrorCode::NotFound, format!("there is no {}", uri.path()))
 }
@@ -257,6 +283,13 @@ fn require_type(headers: &HeaderMap, allowed: &[&str]) -> Result<(), ApiError> {
         allowed.join(" or ")
     );
     Err(ApiError::new(ErrorCode::UnsupportedMediaType, message))
+}
+
+/// Reads a JSON body.
+pub(super) async fn json<T: serde::de::DeserializeOwned>(request: Request) -> Result<T, ApiError> {
+    let (headers, body) = split(request);
+    require_type(&headers, &["application/json"])?;
+    decode(&read(&headers, body).await?)
 }
 
 async fn read(headers: &HeaderMap, body: Body) -> Result<Vec<u8>, ApiError> {
@@ -293,6 +326,6 @@ fn decode<T: serde::de::DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
     parse_as(body, BODY).map_err(|error| ApiError::definition(ErrorCode::Malformed, &error))
 }
 
-fn invalid(error: &DefinitionError) -> ApiError {
+pub(super) fn invalid(error: &DefinitionError) -> ApiError {
     ApiError::definition(ErrorCode::Invalid, error)
 }

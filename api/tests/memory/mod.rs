@@ -2,10 +2,15 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use drover_api::definition::VmConfig;
+use drover_api::definition::{DiskConfig, LimitsConfig, VmConfig};
+use drover_api::disks::{
+    DiskCounters, DiskView, IoView, JobChange, JobKind, JobRequest, JobState, JobView, LayerView,
+    ResizeRequest, SnapshotRequest,
+};
 use drover_api::server::{Created, Reply, VmService};
 use drover_api::types::{
-    ApiError, Event, EventKind, Info, ShutdownRequest, StopReason, VmState, VmView,
+    ApiError, ErrorCode, Event, EventKind, Info, PauseReason, ShutdownRequest, StopReason, VmState,
+    VmView,
 };
 use tokio::sync::broadcast;
 
@@ -32,6 +37,14 @@ impl MemoryService {
         let _ = self.events.send(Event { time_ms: 7, kind });
     }
 
+    fn disk(&self, id: &str) -> Reply<DiskView> {
+        let vm = self.lock();
+        let vm = vm.as_ref().ok_or_else(ApiError::no_vm)?;
+        let disk = vm.config.disks.iter().find(|disk| disk.id == id);
+        disk.map(view)
+            .ok_or_else(|| ApiError::new(ErrorCode::NotFound, "there is no such disk"))
+    }
+
     fn change(&self, change: impl FnOnce(&mut VmView) -> Reply<()>) -> Reply<VmView> {
         let mut vm = self.lock();
         let vm = vm.as_mut().ok_or_else(ApiError::no_vm)?;
@@ -44,6 +57,41 @@ impl MemoryService {
             });
         }
         Ok(vm.clone())
+    }
+}
+
+/// A disk of 1 GiB.
+fn view(disk: &DiskConfig) -> DiskView {
+    DiskView {
+        id: disk.id.clone(),
+        size_bytes: 1 << 30,
+        read_only: disk.read_only,
+        io: IoView::Uring,
+        layers: vec![LayerView {
+            path: disk.path.clone(),
+            format: disk.format,
+            allocated_bytes: None,
+        }],
+        limits: disk.limits,
+        limit_group: None,
+        job: None,
+        missing: None,
+        statistics: DiskCounters::default(),
+    }
+}
+
+/// The one job there is.
+fn job(disk: String, kind: JobKind, rate: Option<u64>) -> JobView {
+    JobView {
+        id: "7".into(),
+        disk,
+        kind,
+        state: JobState::Running,
+        done_bytes: 1,
+        total_bytes: 1 << 30,
+        moved_bytes: 1,
+        rate,
+        error: None,
     }
 }
 
@@ -74,6 +122,7 @@ impl VmService for MemoryService {
                 let made = VmView {
                     state,
                     stop_reason: None,
+                    pause_reason: None,
                     resets: 0,
                     pty: None,
                     config,
@@ -87,10 +136,9 @@ impl VmService for MemoryService {
     async fn delete(&self) -> Reply<()> {
         let mut vm = self.lock();
         match vm.as_ref().map(|vm| vm.state) {
-            Some(state @ (VmState::Running | VmState::ShuttingDown)) => Err(ApiError::wrong_state(
-                state,
-                "be deleted: shut it down first",
-            )),
+            Some(state @ (VmState::Running | VmState::Paused | VmState::ShuttingDown)) => Err(
+                ApiError::wrong_state(state, "be deleted: shut it down first"),
+            ),
             Some(VmState::Created | VmState::Stopped) | None => {
                 *vm = None;
                 Ok(())
@@ -110,7 +158,7 @@ impl VmService for MemoryService {
 
     async fn shutdown(&self, request: ShutdownRequest) -> Reply<VmView> {
         self.change(|vm| match vm.state {
-            VmState::Running => {
+            VmState::Running | VmState::Paused => {
                 vm.state = VmState::Stopped;
                 let forced = request.timeout_ms == 0;
                 vm.stop_reason = Some(if forced {
@@ -127,12 +175,87 @@ impl VmService for MemoryService {
 
     async fn reset(&self) -> Reply<VmView> {
         self.change(|vm| match vm.state {
-            VmState::Running => {
+            VmState::Running | VmState::Paused => {
+                vm.state = VmState::Running;
                 vm.resets += 1;
                 Ok(())
             }
             state => Err(ApiError::wrong_state(state, "be reset")),
         })
+    }
+
+    async fn pause(&self) -> Reply<VmView> {
+        self.change(|vm| match vm.state {
+            VmState::Running | VmState::Paused => {
+                vm.state = VmState::Paused;
+                vm.pause_reason = Some(PauseReason::Requested);
+                Ok(())
+            }
+            state => Err(ApiError::wrong_state(state, "be paused")),
+        })
+    }
+
+    async fn resume(&self) -> Reply<VmView> {
+        self.change(|vm| match vm.state {
+            VmState::Running | VmState::Paused => {
+                vm.state = VmState::Running;
+                vm.pause_reason = None;
+                Ok(())
+            }
+            state => Err(ApiError::wrong_state(state, "be resumed")),
+        })
+    }
+
+    async fn disks(&self) -> Reply<Vec<DiskView>> {
+        let vm = self.lock();
+        let vm = vm.as_ref().ok_or_else(ApiError::no_vm)?;
+        Ok(vm.config.disks.iter().map(view).collect())
+    }
+
+    async fn resize(&self, disk: String, request: ResizeRequest) -> Reply<DiskView> {
+        let mut view = self.disk(&disk)?;
+        view.size_bytes = request.size.0;
+        Ok(view)
+    }
+
+    async fn snapshot(&self, request: SnapshotRequest) -> Reply<Vec<DiskView>> {
+        request
+            .disks
+            .iter()
+            .map(|disk| self.disk(&disk.id))
+            .collect()
+    }
+
+    async fn limit(&self, disk: String, limits: LimitsConfig) -> Reply<DiskView> {
+        let mut view = self.disk(&disk)?;
+        view.limits = Some(limits);
+        Ok(view)
+    }
+
+    async fn begin_job(&self, disk: String, request: JobRequest) -> Reply<JobView> {
+        self.disk(&disk)?;
+        Ok(job(disk, request.kind, request.rate.map(|rate| rate.0)))
+    }
+
+    async fn jobs(&self) -> Reply<Vec<JobView>> {
+        Ok(vec![self.job("7".into()).await?])
+    }
+
+    async fn job(&self, id: String) -> Reply<JobView> {
+        if id != "7" {
+            return Err(ApiError::new(ErrorCode::NotFound, "there is no such job"));
+        }
+        Ok(job("root".into(), JobKind::Commit, None))
+    }
+
+    async fn change_job(&self, id: String, change: JobChange) -> Reply<JobView> {
+        let mut job = self.job(id).await?;
+        job.rate = change.rate.map(|rate| rate.0);
+        Ok(job)
+    }
+
+    async fn delete_job(&self, id: String) -> Reply<JobView> {
+        self.job(id).await
     }
 
     async fn metrics(&self) -> Reply<String> {

@@ -202,6 +202,12 @@ impl<'a> Walk<'a> {
                 .corruption(format!("{what} at {host:#x} is out of reach"));
             return;
         };
+        // The file may end in the midst of its last cluster, and no earlier: what is not there needs no refcounts.
+        if end.saturating_sub(self.file.end()) >= self.geometry.cluster_size() {
+            self.report
+                .corruption(format!("{what} at {host:#x} lies past the end of the file"));
+            return;
+        }
         for cluster in self.geometry.cluster(host)..=self.geometry.cluster(end - 1) {
             let count = self.references.entry(cluster).or_default();
             *count = count.saturating_add(times);
@@ -223,8 +229,16 @@ impl<'a> Walk<'a> {
         true
     }
 
+    /// The entries of a table, without those past the end of the file, which are zero: a short file that names long tables is not
+    /// worth long work.
     fn entries(&self, at: TableAt) -> Result<Vec<u64>, Error> {
-        Ok(be_entries(self.read(at.offset, at.entries * 8)?.bytes()).collect())
+        let there = self
+            .file
+            .end()
+            .saturating_sub(at.offset)
+            .next_multiple_of(8);
+        let length = (at.entries * 8).min(there);
+        Ok(be_entries(self.read(at.offset, length)?.bytes()).collect())
     }
 
     fn read(&self, at: u64, bytes: u64) -> Result<Pages, Error> {

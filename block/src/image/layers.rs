@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::job::Monitor;
 use crate::error::{Error, ErrorKind};
 use crate::options::DiskOptions;
-use crate::{Disk, DiskSpec, Format, Job, JobState};
+use crate::{Backing, Disk, DiskSpec, Format, Job, JobState, lease};
 
 /// The longest pause at a time, so that a job can be cancelled soon.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -34,7 +34,16 @@ pub fn commit(spec: &DiskSpec, monitor: &mut dyn Monitor) -> Result<(), Error> {
         read_only: false,
         ..spec.clone()
     };
-    run(Disk::open_with(&disk, options)?, Job::Commit, monitor)
+    run(Disk::open_with(&disk, options)?, Job::Commit, monitor)?;
+    // The layer below does not go on in the overlay any more.
+    match &spec.backing {
+        Backing::Explicit(layers) => layers
+            .first()
+            // Block devices have no leases.
+            .filter(|below| below.path.is_file())
+            .map_or(Ok(()), |below| lease::restore(&below.path, &spec.top.path)),
+        Backing::FromHeader { .. } => Ok(()),
+    }
 }
 
 /// Copies what the layers below have, and the top does not hide, into the top image, which then needs no backing file.

@@ -10,6 +10,7 @@
 //! too far beyond to be honest.
 
 mod bounce;
+mod counts;
 mod inline;
 mod pace;
 mod pool;
@@ -23,12 +24,14 @@ pub(crate) mod tape;
 
 use std::cell::Cell;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom};
 
+pub use self::counts::HostCounts;
 use self::inline::Inline;
 use self::queue::Queue;
 use crate::Cache;
@@ -134,6 +137,7 @@ pub(crate) struct BlockFile {
     path: PathBuf,
     fd: OwnedFd,
     io: Io,
+    counts: Arc<HostCounts>,
     /// `Some` for O_DIRECT.
     direct: Option<Alignment>,
     /// The last bytes of a direct file that must not grow and whose size is no multiple of the alignment: from where, and a
@@ -154,6 +158,8 @@ pub(crate) struct BlockFile {
     punches: Cell<bool>,
     zeroes_range: Cell<bool>,
     is_device: bool,
+    /// What ranges that the host itself clears must be multiples of, in bytes: a logical block of a device.
+    unit: u64,
     locked: Cell<Option<Access>>,
 }
 
@@ -191,6 +197,12 @@ impl BlockFile {
             .map_err(|e| Error::io(path, "set its flags", e))?;
         let end = rustix::fs::seek(&fd, SeekFrom::End(0))
             .map_err(|e| Error::io(path, "find its size", e))?;
+        let unit = match is_device {
+            false => 1,
+            true => rustix::fs::ioctl_blksszget(&fd)
+                .map_err(|e| Error::io(path, "ask for its block size", e))?
+                .into(),
+        };
         let direct = match cache {
             Cache::Buffered => None,
             Cache::Direct => Some(direct_alignment(path, fd.as_fd())?),
@@ -199,6 +211,7 @@ impl BlockFile {
             path: path.to_owned(),
             fd,
             io: Io::Inline(Inline),
+            counts: Arc::default(),
             direct,
             tail: None,
             blocks: RangeLock::default(),
@@ -210,6 +223,7 @@ impl BlockFile {
             punches: Cell::new(true),
             zeroes_range: Cell::new(true),
             is_device,
+            unit,
             locked: Cell::new(None),
         })
     }
@@ -273,6 +287,11 @@ impl BlockFile {
         self.io = Io::Queued(Arc::clone(queue));
     }
 
+    /// From now on calls are counted in `counts`.
+    pub(crate) fn set_counts(&mut self, counts: &Arc<HostCounts>) {
+        self.counts = Arc::clone(counts);
+    }
+
     /// Where the file ends, in bytes.
     pub(crate) fn end(&self) -> u64 {
         self.end.get()
@@ -296,6 +315,7 @@ impl BlockFile {
         let mut done = 0;
         while done < span.len() {
             let rest = span.part(done, span.len());
+            self.counts.read(rest.len());
             let read = self
                 .io
                 .readv(self.fd(), add(at, done)?, &rest.slices())
@@ -342,6 +362,7 @@ impl BlockFile {
         let mut result = Ok(());
         while done < span.len() {
             let rest = span.part(done, span.len());
+            self.counts.write(rest.len());
             match self.io.writev(fd, add(at, done)?, &rest.slices()).await {
                 Ok(0) => result = Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => done += written,
@@ -380,6 +401,7 @@ impl BlockFile {
             return Ok(());
         }
         let seen = self.changes.get();
+        self.counts.sync();
         let result = self.io.fdatasync(self.fd()).await;
         if let Err(error) = &result {
             let errno = error.raw_os_error().unwrap_or(libc::EIO);
@@ -399,56 +421,81 @@ impl BlockFile {
         Some(self.blocks.hold(blocks, Kind::Exclusive).await)
     }
 
-    /// Gives space back; true if the range reads as zero from now on, false where the host cannot do that.
-    pub(crate) async fn punch(&self, at: u64, length: u64) -> io::Result<bool> {
-        if length == 0 || !self.punches.get() {
-            return Ok(length == 0);
-        }
+    /// The part of a range that the host itself can clear: whole blocks of a device.
+    fn whole_units(&self, at: u64, length: u64) -> Range<u64> {
+        let end = at.saturating_add(length);
+        let first = at.checked_next_multiple_of(self.unit).unwrap_or(end);
+        first..(end - end % self.unit).max(first)
+    }
+
+    /// Clears whole blocks; false where the host has no such call.
+    async fn clear(&self, mode: FallocateFlags, range: Range<u64>) -> io::Result<bool> {
+        let (at, length) = (range.start, range.end - range.start);
         let _blocks = self.own_blocks(at, length).await;
         self.changed();
-        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        self.counts.allocate();
+        let mode = mode | FallocateFlags::KEEP_SIZE;
         let result = self.io.fallocate(self.fd(), mode, at, length).await;
         self.changed();
         match result {
             Ok(()) => Ok(true),
-            Err(error) if is_unsupported(&error) => {
-                self.punches.set(false);
-                Ok(false)
-            }
+            Err(error) if is_unsupported(&error) => Ok(false),
             Err(error) => Err(error),
         }
     }
 
+    /// Gives space back; true if the range reads as zero from now on, false where the host cannot do that. Of a device only whole
+    /// blocks are given back.
+    pub(crate) async fn punch(&self, at: u64, length: u64) -> io::Result<bool> {
+        let whole = self.whole_units(at, length);
+        if whole.is_empty() || !self.punches.get() {
+            return Ok(length == 0);
+        }
+        let is_all = whole == (at..at.saturating_add(length));
+        let punched = self.clear(FallocateFlags::PUNCH_HOLE, whole).await?;
+        self.punches.set(punched);
+        Ok(punched && is_all)
+    }
+
     /// Makes a range of the file read as zero; with `unmap` it may become a hole.
     pub(crate) async fn zero(&self, at: u64, length: u64, unmap: bool) -> io::Result<()> {
+        let end = at.checked_add(length).ok_or_else(too_far)?;
         if unmap && self.punch(at, length).await? {
             return Ok(());
         }
-        if self.zeroes_range.get() {
-            let blocks = self.own_blocks(at, length).await;
-            self.changed();
-            let mode = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
-            let result = self.io.fallocate(self.fd(), mode, at, length).await;
-            self.changed();
-            drop(blocks);
-            match result {
-                Ok(()) => return Ok(()),
-                Err(error) if is_unsupported(&error) => self.zeroes_range.set(false),
-                Err(error) => return Err(error),
-            }
+        let mut whole = self.whole_units(at, length);
+        // With holes, the whole blocks are zero by now.
+        let cleared =
+            !whole.is_empty() && (unmap && self.punches.get() || self.zero_range(&whole).await?);
+        if !cleared {
+            whole = at..at;
         }
-        let end = at.checked_add(length).ok_or_else(too_far)?;
-        let mut zeros = Pages::zeroed(
-            usize::try_from(length)
-                .unwrap_or(ZERO_CHUNK)
-                .min(ZERO_CHUNK),
-        );
+        self.write_zeros(at..whole.start).await?;
+        self.write_zeros(whole.end..end).await
+    }
+
+    async fn zero_range(&self, whole: &Range<u64>) -> io::Result<bool> {
+        if !self.zeroes_range.get() {
+            return Ok(false);
+        }
+        let zeroed = self
+            .clear(FallocateFlags::ZERO_RANGE, whole.clone())
+            .await?;
+        self.zeroes_range.set(zeroed);
+        Ok(zeroed)
+    }
+
+    async fn write_zeros(&self, range: Range<u64>) -> io::Result<()> {
+        let length = range.end.saturating_sub(range.start);
+        if length == 0 {
+            return Ok(());
+        }
+        let chunk = |left| usize::try_from(left).unwrap_or(ZERO_CHUNK).min(ZERO_CHUNK);
+        let mut zeros = Pages::zeroed(chunk(length));
         let span = zeros.span();
-        let mut at = at;
-        while at < end {
-            let now = usize::try_from(end - at)
-                .unwrap_or(ZERO_CHUNK)
-                .min(ZERO_CHUNK);
+        let mut at = range.start;
+        while at < range.end {
+            let now = chunk(range.end - at);
             self.write(at, span.part(0, now)).await?;
             at += now as u64;
         }

@@ -105,6 +105,11 @@ impl TableCache {
         Some(change(found.bytes_mut()))
     }
 
+    /// Whether a piece is in the cache.
+    pub(super) fn contains(&self, piece: u64) -> bool {
+        self.pieces.borrow().contains(piece)
+    }
+
     /// Reads a piece into the cache.
     pub(super) async fn load(&self, file: &BlockFile, piece: u64) -> io::Result<()> {
         // Whoever wants the same piece waits for it.
@@ -114,7 +119,7 @@ impl TableCache {
                 return Ok(());
             }
             let purges = self.purges.get();
-            let mut bytes = Pages::zeroed(usize::try_from(self.piece).unwrap_or(PAGE));
+            let mut bytes = Pages::used(usize::try_from(self.piece).unwrap_or(PAGE));
             file.read(piece, bytes.span()).await?;
             if self.purges.get() != purges {
                 continue;

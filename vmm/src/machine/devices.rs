@@ -97,7 +97,9 @@ impl Opened {
             )));
         }
         let disks = config.disks.iter().enumerate().map(|(index, disk)| {
-            let options = opener.options(disk);
+            let options = opener
+                .options(disk)
+                .map_err(|error| BuildError::of(format!("disks[{index}].limits"))(error.into()))?;
             let source = disks::open(disk, options.clone());
             source
                 .map(|disk| (disk, options))
@@ -163,12 +165,16 @@ impl Opened {
                 discard_granularity: disk.discard_granularity() as u32,
                 queue_size: config.queue_size,
             };
+            let size_bytes = disk.size_bytes();
             let block = Block::new(disk, &options, to.threads)
                 .map_err(|error| BuildError::of(field)(error.into()))?;
             let metrics = DeviceMetrics::Block(block.metrics());
             live.push(LiveDisk {
                 handle: block.handle(),
                 options: disk_options,
+                metrics: block.metrics(),
+                size_bytes,
+                stopped: None,
                 missing: None,
             });
             connect(&config.id, Box::new(block), metrics)?;

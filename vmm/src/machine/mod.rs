@@ -19,7 +19,7 @@ mod tables;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use drover_api::definition::{Topology as TopologyConfig, VmConfig};
+use drover_api::definition::{DiskConfig, LimitsConfig, Topology as TopologyConfig, VmConfig};
 use drover_arch::boot::{BootError, RamContent};
 use drover_arch::cpuid::CpuidPolicy;
 use drover_arch::layout::{E820Entry, RamLayout};
@@ -135,7 +135,7 @@ impl Machine {
         threads: ThreadStarter,
     ) -> Result<Self, BuildError> {
         let files = StartFiles::open(&config)?;
-        let mut opener = Opener::new(threads.pool_start());
+        let mut opener = Opener::new(&config, threads.pool_start())?;
         let opened = Opened::open(&config, &mut opener, &threads)?;
         let serial = SerialBackEnd::open(&config.serial)?;
         let vm = kvm::Vm::create().map_err(BuildError::host)?;
@@ -238,6 +238,17 @@ impl Machine {
         &self.disks
     }
 
+    /// What a disk may use: limits of its own, or those of its group.
+    pub fn limits_of(&self, disk: &DiskConfig) -> Option<LimitsConfig> {
+        let Some(wanted) = &disk.limit_group else {
+            return disk.limits;
+        };
+        let mut groups = self.config.limit_groups.iter();
+        groups
+            .find(|group| group.id == *wanted)
+            .map(|group| group.limits)
+    }
+
     /// The pseudo-terminal of its serial port.
     pub fn pty(&self) -> Option<PathBuf> {
         self.pty.clone()
@@ -253,6 +264,11 @@ impl Machine {
         self.vcpus.run();
     }
 
+    /// Lets the processors run on after [`Machine::stop`].
+    pub fn resume(&mut self) {
+        self.vcpus.resume();
+    }
+
     /// Stops the processors.
     ///
     /// # Errors
@@ -266,11 +282,11 @@ impl Machine {
         self.chipset.pm.press_power_button()
     }
 
-    /// Returns the machine to its power-on state, loads the kernel again and lets it run.
+    /// Returns the machine to its power-on state, loads the kernel again and, with `run`, lets it run.
     ///
     /// # Errors
     /// A processor or device did not stop in time, or the kernel file has changed for the worse.
-    pub fn reset(&mut self) -> Result<(), BuildError> {
+    pub fn reset(&mut self, run: bool) -> Result<(), BuildError> {
         self.vcpus.pause().map_err(BuildError::host)?;
         self.chipset.reset()?;
         if let Start::Kernel { .. } = self.start {
@@ -282,7 +298,9 @@ impl Machine {
         let state = self.start.prepare(&self.memory, RamContent::Used)?;
         self.vcpus.reset(&state).map_err(BuildError::host)?;
         self.power.open();
-        self.vcpus.run();
+        if run {
+            self.vcpus.run();
+        }
         Ok(())
     }
 
@@ -291,6 +309,16 @@ impl Machine {
         MachineMetrics {
             vcpus: self.vcpus.counters(),
             devices: &self.devices,
+            disks: self
+                .config
+                .disks
+                .iter()
+                .zip(&self.disks)
+                .filter_map(|(config, live)| {
+                    let statistics = live.options.statistics.clone()?;
+                    Some((format!("device=\"{}\"", config.id), statistics))
+                })
+                .collect(),
             route_writes: self.interrupts.route_writes(),
             console_dropped_bytes: self.console.dropped(),
             unclaimed_port_accesses: self.chipset.ports.misses(),

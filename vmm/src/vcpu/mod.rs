@@ -1,7 +1,7 @@
 //! One vCPU: its thread, its KVM_RUN loop, and how the control thread commands it.
 //!
 //! ```text
-//!            Run                       Pause, power request, crash
+//!            Run, Resume               Pause, power request, crash
 //!  parked ───────────▶ running (KVM_RUN) ───────────▶ parked ── Reset ──▶ parked       Exit: thread ends
 //! ```
 //!
@@ -122,6 +122,8 @@ pub struct Surroundings {
 
 enum Command {
     Run,
+    /// As run, after a pause that the guest's watchdogs must not take for a hang.
+    Resume,
     /// Park, and say so.
     Pause(Sender<u8>),
     /// Return to power-on state, then apply the boot state, then say whether it worked.
@@ -228,6 +230,13 @@ impl Vcpus {
         for vcpu in &self.all {
             // The others first would gain nothing: an application processor waits in the kernel until the boot processor wakes it.
             let _ = vcpu.commands.send(Command::Run);
+        }
+    }
+
+    /// Lets all of them run on after a pause.
+    pub fn resume(&self) {
+        for vcpu in &self.all {
+            let _ = vcpu.commands.send(Command::Resume);
         }
     }
 
@@ -352,10 +361,16 @@ impl Runner {
                 return;
             };
             match command {
-                Command::Run => match self.run(&mut vcpu) {
-                    Parked::ByCommand(command) => next = Some(command),
-                    Parked::ByGuest => {}
-                },
+                Command::Run | Command::Resume => {
+                    if matches!(command, Command::Resume) {
+                        // EINVAL: this guest has no kvm-clock to be told.
+                        let _ = vcpu.fd().kvmclock_ctrl();
+                    }
+                    match self.run(&mut vcpu) {
+                        Parked::ByCommand(command) => next = Some(command),
+                        Parked::ByGuest => {}
+                    }
+                }
                 Command::Pause(reply) => {
                     let _ = reply.send(self.index);
                 }

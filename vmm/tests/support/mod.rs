@@ -9,7 +9,7 @@ use drover_api::definition::{self, VmConfig};
 use drover_api::server::{Created, Reply};
 use drover_api::types::{Event, EventKind, ShutdownRequest, VmView};
 use drover_vmm::control::{Control, Outcome, Setup};
-use drover_vmm::mailbox::{Answer, Mailbox, Message, mailbox};
+use drover_vmm::mailbox::{Answer, DiskMessage, Mailbox, Message, mailbox};
 use drover_vmm::metrics::Timeline;
 use drover_vmm::process::TerminationSignals;
 use drover_vmm::service::PublishedState;
@@ -223,6 +223,24 @@ impl Vm {
 
     pub(crate) fn reset(&self) -> Reply<VmView> {
         self.ask(Message::Reset)
+    }
+
+    pub(crate) fn pause(&self) -> Reply<VmView> {
+        self.ask(Message::Pause)
+    }
+
+    pub(crate) fn resume(&self) -> Reply<VmView> {
+        self.ask(Message::Resume)
+    }
+
+    /// Something about disks.
+    pub(crate) fn disks<T>(&self, message: impl FnOnce(Answer<T>) -> DiskMessage) -> Reply<T> {
+        self.ask(|answer| Message::Disk(message(answer)))
+    }
+
+    /// Begins something about disks, without waiting for its answer.
+    pub(crate) fn send_disks(&self, message: DiskMessage) {
+        self.mailbox.send(Message::Disk(message));
     }
 
     pub(crate) fn metrics(&self) -> String {

@@ -532,6 +532,7 @@ impl Service for Server {
             }
         }
         self.forget_kept(scope);
+        self.release_waiting();
     }
 
     fn is_quiet(&self, scope: Scope) -> bool {

@@ -71,6 +71,7 @@ impl Server {
                 Ok(Call::Take(taken)) => {
                     if self.engine.is_some() && self.owner.leaving.is_none() {
                         self.owner.leaving = Some(taken);
+                        self.release_waiting();
                     }
                 }
                 Ok(Call::Give(engine)) => self.arrive(engine),
@@ -103,6 +104,13 @@ impl Server {
             for Kept { tag, op, .. } in std::mem::take(&mut self.owner.kept) {
                 self.submit(tag, op);
             }
+        }
+    }
+
+    /// Lets requests go that wait for a limit: whoever waits for the last of them should not wait for that.
+    pub(super) fn release_waiting(&mut self) {
+        if let Some(disk) = self.engine.as_mut().and_then(|engine| engine.disk()) {
+            disk.release_waiting();
         }
     }
 

@@ -35,10 +35,15 @@ mod options;
 mod qcow2;
 mod raw;
 mod statistics;
+mod sync;
 mod task;
 mod throttle;
 mod timer;
+#[cfg(test)]
+mod timer_tests;
 
+#[cfg(test)]
+mod model;
 #[cfg(test)]
 mod power_cut;
 

@@ -43,7 +43,8 @@ enum Below {
 
 impl Case {
     fn new(number: u64) -> Self {
-        let mut random = Random(number * 2 + 1);
+        // Seeds that differ in every bit: small ones begin alike.
+        let mut random = Random((number + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         // All cluster sizes and refcount widths in turn, in every combination sooner or later.
         let bits = 9 + number % 13;
         let compat = match random.below(4) {
@@ -184,7 +185,9 @@ impl Case {
         self.qemus_turn(&top, &mut model, &mut random);
         if self.resized && !self.snapshot {
             let size = self.size + random.below(3 * self.cluster_size + 100_000) / 512 * 512;
-            if random.below(2) == 0 {
+            // QEMU does not enlarge an overlay of version 2, which cannot hide what a longer base has there.
+            let ours_only = self.compat == Compat::V2 && self.below != Below::Nothing;
+            if random.below(2) == 0 || ours_only {
                 image::resize(&spec, size, Shrink::Refuse).unwrap();
             } else {
                 qemu_img(&["resize", "-q", "-f", "qcow2", text(&top), &size.to_string()]);

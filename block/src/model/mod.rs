@@ -3,7 +3,10 @@
 //! The sources of what threads share are compiled here once more, over shuttle's locks, atomics and threads: `super::sync` is
 //! [`sync`] for them. Each model runs through some thousands of schedules; one in which everybody waits for somebody is a failure.
 //! `BLOCK_SCHEDULES` is their number.
-#![allow(clippy::duplicate_mod, reason = "the same source over other locks is the point")]
+#![allow(
+    clippy::duplicate_mod,
+    reason = "the same source over other locks is the point"
+)]
 
 #[path = "../io/pool.rs"]
 #[allow(dead_code, reason = "a model uses its own part of it")]

@@ -10,7 +10,10 @@
 //! | 1 | write | forbids | uses, forbids |
 //! | 3 | resize | forbids | uses, forbids |
 //!
-//! So readers never conflict, and a writer is alone. QEMU's own tools follow the same table (`file.locking=auto`).
+//! So readers never conflict, and a writer is alone. QEMU's own tools follow the same table (`file.locking=auto`), except that those
+//! which read a raw image forbid nothing, since it has no tables that could change under them.
+//!
+//! What reaches over hosts and over the death of a process is the lease ([`crate::lease`]).
 
 use std::os::fd::BorrowedFd;
 use std::path::Path;

@@ -3,7 +3,7 @@
 //! Same image, cache mode and request pattern; per case the median of QEMU's time over ours, with its quartiles. Above 1 ours is
 //! faster. Times drift on shared machines, ratios of neighbours less so.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,9 +27,11 @@ struct Case {
     step: u64,
     count: u64,
     depth: usize,
+    /// Through so many layers, of which the lowest has everything.
+    layers: usize,
 }
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 7] = [
     Case {
         name: "4k read, depth 1",
         write: false,
@@ -38,6 +40,7 @@ const CASES: [Case; 6] = [
         step: 69_632,
         count: 20_000,
         depth: 1,
+        layers: 2,
     },
     Case {
         name: "4k read, depth 32",
@@ -47,6 +50,7 @@ const CASES: [Case; 6] = [
         step: 69_632,
         count: 40_000,
         depth: 32,
+        layers: 2,
     },
     Case {
         name: "4k overwrite, depth 32",
@@ -56,6 +60,7 @@ const CASES: [Case; 6] = [
         step: 69_632,
         count: 20_000,
         depth: 32,
+        layers: 2,
     },
     Case {
         name: "4k allocating write, depth 1",
@@ -65,6 +70,7 @@ const CASES: [Case; 6] = [
         step: 65_536,
         count: 3_500,
         depth: 1,
+        layers: 2,
     },
     Case {
         name: "4k allocating write, depth 32",
@@ -74,6 +80,7 @@ const CASES: [Case; 6] = [
         step: 65_536,
         count: 3_500,
         depth: 32,
+        layers: 2,
     },
     Case {
         name: "1M read, depth 4",
@@ -83,6 +90,17 @@ const CASES: [Case; 6] = [
         step: 1 << 20,
         count: 1000,
         depth: 4,
+        layers: 2,
+    },
+    Case {
+        name: "33 layers, 4k read, depth 32",
+        write: false,
+        fresh: false,
+        bytes: 4096,
+        step: 69_632,
+        count: 20_000,
+        depth: 32,
+        layers: 33,
     },
 ];
 
@@ -99,11 +117,23 @@ fn main() -> Result<(), Failure> {
     qemu_io(&base)?;
     make(&top, Some(&base))?;
     qemu_io(&top)?;
+    let mut deep = vec![base.clone()];
+    for n in 1..33 {
+        let path = folder.join(format!("deep-{n}.qcow2"));
+        make(&path, deep.first().map(PathBuf::as_path))?;
+        deep.insert(0, path);
+    }
+    let flat = [top.clone(), base.clone()];
     println!(
         "{:32} {:8} {:>6} {:>6} {:>6} {:>10} {:>9}",
         "case", "engine", "median", "q1", "q3", "ours/s", "CPU us"
     );
     for case in CASES.into_iter().filter(|case| case.name.contains(&wanted)) {
+        let chain = if case.layers > 2 {
+            deep.as_slice()
+        } else {
+            &flat
+        };
         for engine in [IoEngine::Inline, IoEngine::IoUring, IoEngine::Threads] {
             let mut ratios = Vec::new();
             let (mut times, mut cpu) = (Vec::new(), Vec::new());
@@ -113,7 +143,7 @@ fn main() -> Result<(), Failure> {
                         make(&top, Some(&base))?;
                     }
                     let before = cpu_time();
-                    let time = run(&top, &base, case, engine)?;
+                    let time = run(chain, case, engine)?;
                     cpu.push((cpu_time() - before).as_secs_f64() / case.count as f64 * 1e6);
                     Ok(time)
                 };
@@ -121,7 +151,7 @@ fn main() -> Result<(), Failure> {
                     if case.fresh {
                         make(&top, Some(&base))?;
                     }
-                    qemu_bench(&top, case)
+                    qemu_bench(chain.first().unwrap_or(&top), case)
                 };
                 let (a, b) = if pair % 2 == 0 {
                     let a = ours()?;
@@ -232,15 +262,15 @@ fn qemu_bench(path: &Path, case: Case) -> Result<Duration, Failure> {
 #[repr(C, align(4096))]
 struct Memory([u8; 1 << 20]);
 
-fn run(top: &Path, base: &Path, case: Case, engine: IoEngine) -> Result<Duration, Failure> {
-    let layer = |path: &Path, cache| Layer {
-        path: path.to_owned(),
+fn run(chain: &[PathBuf], case: Case, engine: IoEngine) -> Result<Duration, Failure> {
+    let mut layers = chain.iter().map(|path| Layer {
+        path: path.clone(),
         format: Format::Qcow2,
-        cache,
-    };
+        cache: Cache::Direct,
+    });
     let spec = DiskSpec {
-        top: layer(top, Cache::Direct),
-        backing: Backing::Explicit(vec![layer(base, Cache::Direct)]),
+        top: layers.next().ok_or("a chain has a top")?,
+        backing: Backing::Explicit(layers.collect()),
         read_only: false,
         discard: true,
     };
@@ -277,9 +307,6 @@ fn run(top: &Path, base: &Path, case: Case, engine: IoEngine) -> Result<Duration
             completion.result?;
             over += 1;
         }
-    }
-    if case.write {
-        disk.execute(&Op::Flush)?;
     }
     let time = start.elapsed();
     disk.close()?;

@@ -12,7 +12,7 @@
 
 use std::any::Any;
 use std::borrow::Cow;
-use std::cell::UnsafeCell;
+use std::cell::{RefCell, UnsafeCell};
 use std::sync::Arc;
 
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
@@ -272,6 +272,18 @@ impl<'a> Span<'a> {
         }
     }
 
+    /// Whether every byte is zero now.
+    pub(crate) fn is_zero(&self) -> bool {
+        // Looked at in a copy: the memory is a guest's, which may be writing to it.
+        let mut copy = [0; 4096];
+        (0..self.length).step_by(copy.len()).all(|at| {
+            let part = self.part(at, copy.len());
+            let copy = copy.get_mut(..part.len()).unwrap_or_default();
+            part.copy_to(copy);
+            copy.iter().fold(0, |bits, byte| bits | byte) == 0
+        })
+    }
+
     /// Copies the span into `bytes`; the shorter of both decides.
     pub(crate) fn copy_to(&self, bytes: &mut [u8]) {
         let mut rest = bytes;
@@ -301,10 +313,73 @@ pub(crate) struct Pages {
 // SAFETY: `slice` points into `pages`, which moves along.
 unsafe impl Send for Pages {}
 
+thread_local! {
+    /// Memory to be used again: taking it from the system and giving it back costs as much as a request does otherwise.
+    static SPARE: RefCell<Spare> = RefCell::default();
+}
+
+#[derive(Default)]
+struct Spare {
+    buffers: Vec<Vec<Page>>,
+    /// Pages in them.
+    pages: usize,
+}
+
+/// The most pages that a thread keeps, 1 MiB, and the most of one buffer.
+const MOST_SPARE: usize = 256;
+const LONGEST_SPARE: usize = 64;
+
+impl Spare {
+    fn take(&mut self, pages: usize) -> Option<Vec<Page>> {
+        let fits = |buffer: &Vec<Page>| buffer.len() >= pages && buffer.len() <= 2 * pages;
+        let place = self.buffers.iter().rposition(fits)?;
+        let buffer = self.buffers.swap_remove(place);
+        self.pages -= buffer.len();
+        Some(buffer)
+    }
+
+    fn keep(&mut self, buffer: Vec<Page>) {
+        let pages = self.pages + buffer.len();
+        if (1..=LONGEST_SPARE).contains(&buffer.len()) && pages <= MOST_SPARE {
+            self.pages = pages;
+            self.buffers.push(buffer);
+        }
+    }
+}
+
+/// So many pages at least, and whether something was in them.
+fn take(pages: usize) -> (Vec<Page>, bool) {
+    let spare = SPARE.try_with(|spare| spare.borrow_mut().take(pages));
+    match spare.ok().flatten() {
+        Some(buffer) => (buffer, true),
+        None => (vec![Page::new_zeroed(); pages], false),
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        let pages = std::mem::take(&mut self.pages);
+        // A thread that ends keeps nothing.
+        let _ = SPARE.try_with(|spare| spare.borrow_mut().keep(pages));
+    }
+}
+
 impl Pages {
     /// `length` zero bytes.
     pub(crate) fn zeroed(length: usize) -> Self {
-        let mut pages = vec![Page::new_zeroed(); length.div_ceil(PAGE)];
+        let (mut pages, is_used) = take(length.div_ceil(PAGE));
+        if is_used {
+            pages.as_mut_slice().zero();
+        }
+        Self::new(pages, length)
+    }
+
+    /// `length` bytes of whatever was there: for who overwrites all of them before anybody looks.
+    pub(crate) fn used(length: usize) -> Self {
+        Self::new(take(length.div_ceil(PAGE)).0, length)
+    }
+
+    fn new(mut pages: Vec<Page>, length: usize) -> Self {
         let slice = [RawSlice::new(pages.as_mut_ptr().cast(), length)];
         Self {
             pages,

@@ -16,12 +16,13 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use crate::budget::CacheCounts;
-use crate::buffers::{Buffers, SharedBuffer};
+use crate::buffers::{Buffers, SharedBuffer, Span};
 use crate::chain::{Chain, Image, Located};
 use crate::error::{Error, ErrorClass, ErrorKind, IoError};
+use crate::io::HostCounts;
 use crate::io::queue::Queue;
 use crate::online::{Running, Step, StepEnd};
-use crate::options::{DiskOptions, IoEngine};
+use crate::options::{DetectZeroes, DiskOptions, IoEngine};
 use crate::qcow2::Clear;
 use crate::qcow2::relabel::Label;
 use crate::statistics::DiskStatistics;
@@ -105,7 +106,8 @@ const A_MOMENT: u64 = 5_000_000;
 pub(crate) struct Core {
     pub(crate) chain: Chain,
     pub(crate) read_only: bool,
-    discard: bool,
+    pub(crate) discard: bool,
+    pub(crate) detect_zeroes: DetectZeroes,
     statistics: Arc<DiskStatistics>,
 }
 
@@ -200,7 +202,7 @@ impl Disk {
                 Arc::clone(statistics)
             }
         };
-        let mut disk = Self::new_counting(chain, spec, queue, statistics);
+        let mut disk = Self::new_counting(chain, spec, queue, statistics, options.detect_zeroes);
         // A job may be begun later, where a sandbox allows no new descriptors any more.
         let has_layers = !spec.read_only && disk.core().chain.layer(1).is_some();
         if disk.queue.is_some() || options.throttle.is_some() || has_layers {
@@ -225,7 +227,13 @@ impl Disk {
         options: &DiskOptions,
     ) -> Result<Self, Error> {
         let chain = Chain::open(spec, writable_layers(spec, options)?, &options.cache, None)?;
-        let mut disk = Self::new(chain, spec, Some(Queue::shuffle(seed)));
+        let mut disk = Self::new_counting(
+            chain,
+            spec,
+            Some(Queue::shuffle(seed)),
+            Arc::default(),
+            options.detect_zeroes,
+        );
         if options.commit_below {
             let size = disk.size_bytes();
             disk.grow_below(size)?;
@@ -234,7 +242,7 @@ impl Disk {
     }
 
     fn new(chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
-        Self::new_counting(chain, spec, queue, Arc::default())
+        Self::new_counting(chain, spec, queue, Arc::default(), DetectZeroes::Off)
     }
 
     fn new_counting(
@@ -242,6 +250,7 @@ impl Disk {
         spec: &DiskSpec,
         queue: Option<Queue>,
         statistics: Arc<DiskStatistics>,
+        detect_zeroes: DetectZeroes,
     ) -> Self {
         let queue = queue.map(Arc::new);
         if let Some(queue) = &queue {
@@ -252,6 +261,7 @@ impl Disk {
                 chain,
                 read_only: spec.read_only,
                 discard: spec.discard,
+                detect_zeroes,
                 statistics,
             }),
             queue,
@@ -301,6 +311,12 @@ impl Disk {
     #[must_use]
     pub fn discard_granularity(&self) -> u64 {
         self.top().discard_granularity()
+    }
+
+    /// What the disk asks of the host; counted on while the disk is open.
+    #[must_use]
+    pub fn host_counts(&self) -> Arc<HostCounts> {
+        Arc::clone(self.core().chain.calls())
     }
 
     /// How often the disk's tables were found in memory; counted on while the disk is open.
@@ -694,7 +710,10 @@ impl Core {
             }
             Op::Write { offset, buffers } => {
                 self.check_change(*offset, buffers.len() as u64)?;
-                self.write(*offset, buffers).await
+                if self.detect_zeroes != DetectZeroes::Off {
+                    return self.write_detecting(*offset, buffers.span()).await;
+                }
+                self.write(*offset, buffers.span()).await
             }
             Op::Flush => self.flush().await,
             Op::Discard { offset, length } => {
@@ -722,25 +741,25 @@ impl Core {
             } => {
                 self.check_change(*offset, *length)?;
                 let unmap = *unmap && self.discard;
-                if let Some(two) = self.two() {
-                    let how = Clear::Zeroes { unmap };
-                    return two.clear(*offset, *length, how).await;
-                }
-                match self.chain.top() {
-                    _ if *length == 0 => Ok(()),
-                    Image::Raw(raw) => raw.zero(*offset, *length, unmap).await,
-                    Image::Qcow2(qcow2) => {
-                        qcow2
-                            .clear(
-                                self.chain.view(0),
-                                *offset,
-                                *length,
-                                Clear::Zeroes { unmap },
-                            )
-                            .await
-                    }
-                }
+                self.write_zeroes(*offset, *length, unmap).await
             }
+        }
+    }
+
+    pub(crate) async fn write_zeroes(
+        &self,
+        offset: u64,
+        length: u64,
+        unmap: bool,
+    ) -> Result<(), IoError> {
+        let how = Clear::Zeroes { unmap };
+        if let Some(two) = self.two() {
+            return two.clear(offset, length, how).await;
+        }
+        match self.chain.top() {
+            _ if length == 0 => Ok(()),
+            Image::Raw(raw) => raw.zero(offset, length, unmap).await,
+            Image::Qcow2(qcow2) => qcow2.clear(self.chain.view(0), offset, length, how).await,
         }
     }
 
@@ -769,18 +788,14 @@ impl Core {
         }
     }
 
-    async fn write(&self, offset: u64, buffers: &Buffers) -> Result<(), IoError> {
+    pub(crate) async fn write(&self, offset: u64, span: Span<'_>) -> Result<(), IoError> {
         if let Some(two) = self.two() {
-            return two.write(offset, buffers.span()).await;
+            return two.write(offset, span).await;
         }
         match self.chain.top() {
-            _ if buffers.is_empty() => Ok(()),
-            Image::Raw(raw) => raw.write(offset, buffers.span()).await,
-            Image::Qcow2(qcow2) => {
-                qcow2
-                    .write(self.chain.view(0), offset, buffers.span())
-                    .await
-            }
+            _ if span.len() == 0 => Ok(()),
+            Image::Raw(raw) => raw.write(offset, span).await,
+            Image::Qcow2(qcow2) => qcow2.write(self.chain.view(0), offset, span).await,
         }
     }
 

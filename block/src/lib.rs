@@ -9,6 +9,7 @@
 //! | `chain` | which files make up a disk; reading through them |
 //! | `raw`, `qcow2` | the formats |
 //! | `io` | transfers at any alignment, buffered or direct |
+//! | `zeroes` | zeros in what a guest writes |
 //! | `budget`, `lru` | what caches may take; who goes first |
 //! | `task` | futures and holds by which requests keep out of each other's way |
 //! | `lock` | who may use an image at the same time |
@@ -38,6 +39,7 @@ mod statistics;
 mod task;
 mod throttle;
 mod timer;
+mod zeroes;
 
 #[cfg(test)]
 mod power_cut;
@@ -51,6 +53,7 @@ pub use buffers::{Buffers, RawSlice, SharedBuffer};
 pub use chain::MAX_LAYERS;
 pub use disk::{Completion, Disk, Op, Request};
 pub use error::{Error, ErrorClass, ErrorKind, IoError};
+pub use io::HostCounts;
 pub use online::{Job, JobError, JobHandle, JobProgress, JobState};
 pub use options::{DetectZeroes, DiskOptions, IoEngine, ThreadStart};
 pub use statistics::{DiskStatistics, KindTotals, RequestKind, render_prometheus};

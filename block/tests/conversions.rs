@@ -153,6 +153,28 @@ fn a_conversion_that_is_cancelled_leaves_nothing() {
     assert!(!target.exists() && !folder.path("target.qcow2.partial").exists());
 }
 
+#[test]
+fn a_raw_source_that_ends_inside_a_sector_is_filled_up_with_zeros() {
+    let folder = Folder::new();
+    let source = folder.path("odd.raw");
+    std::fs::write(&source, vec![7; 70_001]).unwrap();
+    let odd = spec(&source, Format::Raw, &[]);
+    let target = folder.path("target.qcow2");
+    for compression in [None, Some(Compression::Zlib)] {
+        let options = ConvertOptions {
+            compression,
+            ..ConvertOptions::new(Format::Qcow2)
+        };
+        image::convert(&odd, &target, &options, &mut Unwatched).unwrap();
+        assert_clean(&target);
+        let seen = contents("qcow2", &target);
+        assert_eq!(seen.len(), 70_144);
+        assert!(seen[..70_001].iter().all(|byte| *byte == 7));
+        assert!(seen[70_001..].iter().all(|byte| *byte == 0));
+        std::fs::remove_file(&target).unwrap();
+    }
+}
+
 struct Slow;
 
 impl Monitor for Slow {

@@ -8,7 +8,9 @@ use drover_api::definition::ByteSize;
 use drover_block::Format;
 
 use crate::commands::image_chain::Chain;
-use crate::commands::{image, image_bench, image_check, image_export, image_import, image_jobs};
+use crate::commands::{
+    image, image_bench, image_check, image_export, image_import, image_jobs, image_lease,
+};
 
 /// Runs Kubernetes workers as virtual machines.
 #[derive(Debug, Parser)]
@@ -49,6 +51,9 @@ pub(crate) enum Command {
     /// Look at, create and change disk images.
     #[command(subcommand)]
     Image(Image),
+    /// Look at and change the disks of a VM that runs.
+    #[command(subcommand)]
+    Disk(crate::commands::disk::Disk),
     /// Say whether this host is ready, and how to mend what is not.
     Doctor,
 }
@@ -155,6 +160,9 @@ pub(crate) enum Image {
     Flatten(image_jobs::ChainJob),
     /// Put an overlay over another image, or over none.
     Rebase(image_jobs::Rebase),
+    /// Tell who owns an image, or take it from one who is gone.
+    #[command(subcommand)]
+    Lease(image_lease::LeaseCommand),
     /// Measure how fast an image is.
     Bench(image_bench::Bench),
     /// Serve an image to another VMM, as its vhost-user-blk back end, until SIGTERM or SIGINT.

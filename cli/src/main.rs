@@ -32,6 +32,7 @@ fn main() -> ExitCode {
         Command::Worker(worker) => {
             state().and_then(|state| commands::worker::run(worker, &state, output))
         }
+        Command::Disk(disk) => state().and_then(|state| commands::disk::run(disk, &state, output)),
         Command::Image(image) => commands::image::run(image, output),
         Command::Doctor => state().and_then(|state| commands::doctor::run(&state, output)),
     };

@@ -13,6 +13,7 @@ use drover_api::disks::{
 use drover_api::server::Reply;
 use drover_api::types::{ErrorCode, EventKind, PauseReason, VmState};
 use drover_block::image::{CreateOptions, check, create_qcow2, info};
+use drover_block::lease::{self, LeaseStanding};
 use drover_block::{
     Backing, Buffers, Cache, Disk, DiskSpec, Format, Layer, Op, Request, SharedBuffer,
 };
@@ -206,6 +207,10 @@ fn two_disks_continue_in_overlays_at_once_and_the_definition_says_so() {
     let config = vm.view().unwrap().config;
     assert_eq!(config.disks[1].path, mine);
     assert_eq!(config.disks[0].backing.len(), 2);
+    // Nobody is to start from the images of before.
+    let data = images.path("data.qcow2");
+    let (lease, _) = lease::read(&data).unwrap().unwrap();
+    assert_eq!(lease.superseded_by.as_ref(), Some(&mine));
     // All or none.
     let error = snapshot(
         &vm,
@@ -235,18 +240,19 @@ fn two_disks_continue_in_overlays_at_once_and_the_definition_says_so() {
 fn an_overlay_that_exists_is_used_only_if_nothing_is_written_in_it() {
     needs_kvm!();
     let images = Images::new();
-    let vm = images.vm("auto");
-    let overlay = images.path("prepared.qcow2");
-    let over = CreateOptions {
-        backing: Some((PathBuf::from("data.qcow2"), Format::Qcow2)),
+    let data = images.path("data.qcow2");
+    create_qcow2(&data, &CreateOptions::new(SIZE)).unwrap();
+    let over = |name: &str| CreateOptions {
+        backing: Some((PathBuf::from(name), Format::Qcow2)),
         ..CreateOptions::new(SIZE)
     };
-    create_qcow2(&overlay, &over).unwrap();
+    let (overlay, used) = (images.path("prepared.qcow2"), images.path("used.qcow2"));
+    create_qcow2(&overlay, &over("data.qcow2")).unwrap();
+    create_qcow2(&used, &over("prepared.qcow2")).unwrap();
+    fill(&spec(&used, &[&overlay, &data]), 0, 9);
+    let vm = images.vm("auto");
     let disks = snapshot(&vm, &[("data", Some(overlay.clone()), true)]).unwrap();
     assert_eq!(paths(&disks[0]), ["prepared.qcow2", "data.qcow2"]);
-    let used = images.path("used.qcow2");
-    create_qcow2(&used, &CreateOptions::new(SIZE)).unwrap();
-    fill(&spec(&used, &[]), 0, 9);
     let error = snapshot(&vm, &[("data", Some(used.clone()), true)]).unwrap_err();
     assert_eq!(error.code, ErrorCode::Invalid, "{error}");
     assert!(used.exists(), "somebody else's image was removed");
@@ -299,6 +305,8 @@ fn a_committed_disk_goes_on_in_the_layer_below() {
         vm.shutdown(0).unwrap();
         vm.outcome();
         let base = images.path("base.qcow2");
+        let (lease, standing) = lease::read(&base).unwrap().unwrap();
+        assert_eq!((lease.superseded_by, standing), (None, LeaseStanding::Free));
         let spec = spec(&base, &[]);
         assert_eq!((byte_at(&spec, 0), byte_at(&spec, 64 << 10)), (1, 3));
         assert!(check(&base, Format::Qcow2).unwrap().corruptions == 0);
@@ -448,6 +456,13 @@ fn the_end_of_a_vm_in_the_middle_of_a_change_leaves_every_image_sound() {
         for path in [&base, &top] {
             assert!(check(path, Format::Qcow2).unwrap().corruptions == 0);
         }
-        assert_eq!(byte_at(&spec(&top, &[&base]), 64 << 10), 3, "round {round}");
+        let qcow2 = info(&top, Format::Qcow2).unwrap().qcow2.unwrap();
+        let below: &[&Path] = match qcow2.backing_file {
+            Some(_) => &[&base],
+            None => &[],
+        };
+        let chain = spec(&top, below);
+        assert_eq!(byte_at(&chain, 64 << 10), 3, "round {round}");
+        assert_eq!(byte_at(&chain, 0), 1, "round {round}");
     }
 }

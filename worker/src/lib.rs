@@ -35,7 +35,7 @@ pub use create::{Created, Goal, create, restart};
 pub use delete::{Deleted, End, delete};
 pub use error::Error;
 pub use identity::Identity;
-pub use plan::{Definition, Plan, format};
+pub use plan::{Definition, Plan, format, remember_vm};
 pub use state::{Record, StateDir, WorkerDir};
 pub use timeline::{Observer, Reached, Step};
 pub use view::{Status, View, list, show};

@@ -377,6 +377,23 @@ pub(crate) fn vm_yaml(vm: &VmConfig) -> Result<String, Error> {
     }
 }
 
+/// Puts the present definition of a worker's VM in place of the one that it is started from; durable when this returns.
+///
+/// # Errors
+/// There is no such worker, or the host refuses; then the old one stays.
+pub fn remember_vm(dir: &WorkerDir, vm: &VmConfig) -> Result<(), Error> {
+    let path = dir.vm_config();
+    let text = vm_yaml(vm)?;
+    if fs::read(&path).is_ok_and(|present| present == text.as_bytes()) {
+        return Ok(());
+    }
+    let fresh = path.with_extension(format!("yaml.{}", std::process::id()));
+    let _ = fs::remove_file(&fresh);
+    crate::state::write_durable(&fresh, text.as_bytes())?;
+    fs::rename(&fresh, &path).map_err(Error::io("replace", &path))?;
+    crate::state::sync_folder(dir.path())
+}
+
 /// Reads a `vm.yaml` that [`vm_yaml`] wrote.
 pub(crate) fn read_vm_yaml(path: &Path) -> Result<VmConfig, Error> {
     let text = fs::read(path).map_err(Error::io("read", path))?;

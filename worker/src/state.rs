@@ -394,7 +394,7 @@ fn make_folder(path: &Path) -> Result<(), Error> {
         .try_for_each(sync_folder)
 }
 
-fn sync_folder(path: &Path) -> Result<(), Error> {
+pub(crate) fn sync_folder(path: &Path) -> Result<(), Error> {
     File::open(path)
         .and_then(|folder| folder.sync_all())
         .map_err(Error::io("make the folder durable", path))

@@ -20,8 +20,8 @@ use std::sync::Arc;
 use crate::budget::CacheCounts;
 use crate::buffers::Span;
 use crate::error::IoError;
-use crate::io::BlockFile;
 use crate::io::queue::Queue;
+use crate::io::{BlockFile, HostCounts};
 use crate::lease::Held;
 use crate::qcow2::header::Header;
 use crate::qcow2::{Extent, Mapping, Qcow2};
@@ -97,6 +97,7 @@ pub(crate) struct Chain {
     /// What the layers that nobody writes say together; `None` where that would be no gain.
     merged: Option<Merged>,
     counts: Arc<CacheCounts>,
+    calls: Arc<HostCounts>,
 }
 
 /// A chain as one of its layers sees it: that layer and those below it.
@@ -141,6 +142,11 @@ impl Chain {
     /// The layer of this number, 0 for the top.
     pub(crate) fn layer(&self, depth: usize) -> Option<&Image> {
         self.layers.get(depth)
+    }
+
+    /// What was asked of the host.
+    pub(crate) fn calls(&self) -> &Arc<HostCounts> {
+        &self.calls
     }
 
     /// The chain as the layer of this number sees it.

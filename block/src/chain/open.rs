@@ -14,7 +14,7 @@ use super::merged::Merged;
 use super::{Chain, Image, MAX_LAYERS};
 use crate::budget::{CacheBudget, CacheCounts};
 use crate::error::{Error, ErrorKind};
-use crate::io::{BlockFile, open_error, open_flags};
+use crate::io::{BlockFile, HostCounts, open_error, open_flags};
 use crate::lease::{self, Held, LeaseRequest};
 use crate::lock::Access;
 use crate::qcow2::Qcow2;
@@ -71,6 +71,7 @@ struct Opener {
     seen: Vec<(u64, u64)>,
     budget: CacheBudget,
     counts: Arc<CacheCounts>,
+    calls: Arc<HostCounts>,
     /// How many layers, from the top, are opened for writing.
     writable: usize,
     /// The caller has locked the top.
@@ -87,6 +88,7 @@ impl Opener {
             seen: Vec::new(),
             budget: budget.clone(),
             counts: Arc::default(),
+            calls: Arc::default(),
             writable,
             top_is_locked: false,
             wanted: None,
@@ -115,6 +117,7 @@ impl Opener {
             writable: self.writable,
             merged,
             counts: self.counts,
+            calls: self.calls,
         }
     }
 
@@ -122,7 +125,7 @@ impl Opener {
         self.layers.len() < self.writable
     }
 
-    fn push(&mut self, file: BlockFile, format: Format) -> Result<(), Error> {
+    fn push(&mut self, mut file: BlockFile, format: Format) -> Result<(), Error> {
         let written = self.next_is_written();
         let access = if written { Access::Write } else { Access::Read };
         let path = file.path().to_owned();
@@ -143,6 +146,7 @@ impl Opener {
                 self.lease = Some(lease::take(&path, &wanted)?);
             }
         }
+        file.set_counts(&self.calls);
         self.layers.push(match format {
             Format::Raw => Image::Raw(Raw::open(file)?),
             Format::Qcow2 => {

@@ -80,7 +80,8 @@ pub fn convert(
     fresh::must_be_absent(target)?;
     let partial = fresh::beside(target, ".partial");
     fresh::remove_leftover(&partial)?;
-    let size = disk.size_bytes();
+    // A raw source may end inside a sector; what is missing of it is zero.
+    let size = disk.size_bytes().next_multiple_of(512);
     match options.format {
         Format::Raw => create_raw(&partial, size)?,
         Format::Qcow2 => {

@@ -9,12 +9,12 @@
 //! milliseconds.
 
 use std::fs::File;
-use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use zerocopy::IntoBytes;
 
+use super::fresh;
 use crate::Format;
 use crate::error::{Error, ErrorKind};
 use crate::qcow2::header::Compression;
@@ -102,30 +102,26 @@ fn check_size(path: &Path, size: u64) -> Result<(), Error> {
     Err(Error::new(path, ErrorKind::Size(reason)))
 }
 
+/// Writes a file under another name and gives it its own when it is whole: what a creation that died left behind is replaced by the
+/// next one.
 fn create(path: &Path, write: impl FnOnce(&File) -> std::io::Result<()>) -> Result<(), Error> {
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        // A disk holds its owner's secrets.
-        .mode(0o600)
-        .open(path)
-        .map_err(|e| Error::io(path, "create it", e))?;
+    fresh::must_be_absent(path)?;
+    let partial = fresh::beside(path, ".partial");
+    // Messages name the file that was wanted.
+    let renamed = |error: Error| match error.path == partial {
+        true => Error::new(path, error.kind),
+        false => error,
+    };
+    let file = fresh::replace(&partial).map_err(renamed)?;
     let finish = || {
         write(&file).map_err(|e| Error::io(path, "write it", e))?;
         file.sync_all()
             .map_err(|e| Error::io(path, "make it durable", e))?;
-        let folder = path
-            .parent()
-            .filter(|p| !p.as_os_str().is_empty())
-            .unwrap_or(Path::new("."));
-        File::open(folder)
-            .and_then(|folder| Ok(rustix::fs::fsync(folder.as_fd())?))
-            .map_err(|e| Error::io(folder, "make its entries durable", e))
+        fresh::publish(&partial, path)
     };
     finish().inspect_err(|_| {
         // The error that matters is the first one.
-        let _ = std::fs::remove_file(path);
+        let _ = std::fs::remove_file(&partial);
     })
 }
 

@@ -4,16 +4,16 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::os::fd::AsFd;
-#[cfg(feature = "import")]
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
 
 use crate::Cache;
 use crate::error::Error;
 use crate::io::BlockFile;
-#[cfg(feature = "import")]
-use crate::lock;
-use crate::lock::Access;
+use crate::lock::{self, Access};
 
 /// `path` with `suffix` after its name.
 pub(super) fn beside(path: &Path, suffix: &str) -> PathBuf {
@@ -27,7 +27,7 @@ pub(super) fn must_be_absent(target: &Path) -> Result<(), Error> {
     if target.symlink_metadata().is_err() {
         return Ok(());
     }
-    Err(Error::io(target, "create it", rustix::io::Errno::EXIST))
+    Err(Error::io(target, "create it", Errno::EXIST))
 }
 
 /// Removes what a job that died left behind; one that still runs holds its file.
@@ -40,7 +40,6 @@ pub(super) fn remove_leftover(path: &Path) -> Result<(), Error> {
 }
 
 /// A new, empty file in the place of what a job that died left behind, locked until it is closed.
-#[cfg(feature = "import")]
 pub(super) fn replace(path: &Path) -> Result<File, Error> {
     remove_leftover(path)?;
     let file = open_own(File::options().create_new(true), path)?;
@@ -49,7 +48,6 @@ pub(super) fn replace(path: &Path) -> Result<File, Error> {
 }
 
 /// Opens a file for reading and writing that nobody else may look at.
-#[cfg(feature = "import")]
 pub(super) fn open_own(options: &mut std::fs::OpenOptions, path: &Path) -> Result<File, Error> {
     options
         .read(true)
@@ -59,10 +57,24 @@ pub(super) fn open_own(options: &mut std::fs::OpenOptions, path: &Path) -> Resul
         .map_err(|e| Error::io(path, "create it", e))
 }
 
-/// Gives a durable file its name.
+/// Gives a durable file its name, which nobody may have taken meanwhile.
 pub(super) fn publish(partial: &Path, target: &Path) -> Result<(), Error> {
-    std::fs::rename(partial, target).map_err(|e| Error::io(target, "give it its name", e))?;
+    let renamed = match renameat_with(CWD, partial, CWD, target, RenameFlags::NOREPLACE) {
+        // File systems that know no such flag.
+        Err(Errno::INVAL | Errno::NOSYS) => {
+            std::fs::hard_link(partial, target).and_then(|()| std::fs::remove_file(partial))
+        }
+        other => other.map_err(Into::into),
+    };
+    renamed.map_err(|e| Error::io(target, "create it", e))?;
     sync_folder(target)
+}
+
+/// Gives a durable file the name of one that it replaces.
+#[cfg(feature = "import")]
+pub(super) fn exchange(new: &Path, path: &Path) -> Result<(), Error> {
+    std::fs::rename(new, path).map_err(|e| Error::io(path, "replace it", e))?;
+    sync_folder(path)
 }
 
 /// Makes the entry of a file in its folder durable.

@@ -39,6 +39,8 @@ pub fn commit(spec: &DiskSpec, monitor: &mut dyn Monitor) -> Result<(), Error> {
     match &spec.backing {
         Backing::Explicit(layers) => layers
             .first()
+            // Block devices have no leases.
+            .filter(|below| below.path.is_file())
             .map_or(Ok(()), |below| lease::restore(&below.path, &spec.top.path)),
         Backing::FromHeader { .. } => Ok(()),
     }

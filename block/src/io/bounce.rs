@@ -30,7 +30,7 @@ impl BlockFile {
             let from = add(at, done)?;
             let first = alignment.down(from);
             let last = alignment.up(end).min(first.saturating_add(CHUNK));
-            let mut pages = Pages::zeroed(usize_of(last - first)?);
+            let mut pages = Pages::used(usize_of(last - first)?);
             self.read_whole(first, pages.span()).await?;
             let skip = usize_of(from - first)?;
             let length = usize_of(last.min(end) - from)?;
@@ -62,7 +62,7 @@ impl BlockFile {
             let first = alignment.down(from);
             let last = alignment.up(end).min(first.saturating_add(CHUNK));
             let to = last.min(end);
-            let mut pages = Pages::zeroed(usize_of(last - first)?);
+            let mut pages = Pages::used(usize_of(last - first)?);
             let size = pages.span().len();
             if first < from {
                 self.read_whole(first, pages.span().part(0, block)).await?;

@@ -10,6 +10,7 @@
 //! too far beyond to be honest.
 
 mod bounce;
+mod counts;
 mod inline;
 mod pace;
 mod pool;
@@ -30,6 +31,7 @@ use std::sync::Arc;
 
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom};
 
+pub use self::counts::HostCounts;
 use self::inline::Inline;
 use self::queue::Queue;
 use crate::Cache;
@@ -135,6 +137,7 @@ pub(crate) struct BlockFile {
     path: PathBuf,
     fd: OwnedFd,
     io: Io,
+    counts: Arc<HostCounts>,
     /// `Some` for O_DIRECT.
     direct: Option<Alignment>,
     /// The last bytes of a direct file that must not grow and whose size is no multiple of the alignment: from where, and a
@@ -208,6 +211,7 @@ impl BlockFile {
             path: path.to_owned(),
             fd,
             io: Io::Inline(Inline),
+            counts: Arc::default(),
             direct,
             tail: None,
             blocks: RangeLock::default(),
@@ -283,6 +287,11 @@ impl BlockFile {
         self.io = Io::Queued(Arc::clone(queue));
     }
 
+    /// From now on calls are counted in `counts`.
+    pub(crate) fn set_counts(&mut self, counts: &Arc<HostCounts>) {
+        self.counts = Arc::clone(counts);
+    }
+
     /// Where the file ends, in bytes.
     pub(crate) fn end(&self) -> u64 {
         self.end.get()
@@ -306,6 +315,7 @@ impl BlockFile {
         let mut done = 0;
         while done < span.len() {
             let rest = span.part(done, span.len());
+            self.counts.read(rest.len());
             let read = self
                 .io
                 .readv(self.fd(), add(at, done)?, &rest.slices())
@@ -352,6 +362,7 @@ impl BlockFile {
         let mut result = Ok(());
         while done < span.len() {
             let rest = span.part(done, span.len());
+            self.counts.write(rest.len());
             match self.io.writev(fd, add(at, done)?, &rest.slices()).await {
                 Ok(0) => result = Err(io::ErrorKind::WriteZero.into()),
                 Ok(written) => done += written,
@@ -390,6 +401,7 @@ impl BlockFile {
             return Ok(());
         }
         let seen = self.changes.get();
+        self.counts.sync();
         let result = self.io.fdatasync(self.fd()).await;
         if let Err(error) = &result {
             let errno = error.raw_os_error().unwrap_or(libc::EIO);
@@ -421,6 +433,7 @@ impl BlockFile {
         let (at, length) = (range.start, range.end - range.start);
         let _blocks = self.own_blocks(at, length).await;
         self.changed();
+        self.counts.allocate();
         let mode = mode | FallocateFlags::KEEP_SIZE;
         let result = self.io.fallocate(self.fd(), mode, at, length).await;
         self.changed();

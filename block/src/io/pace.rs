@@ -19,6 +19,8 @@ const LONGEST: usize = 128 * 1024;
 /// So many transfers of a file are handed over after one that was slow; and at most so many.
 const PATIENCE: u32 = 16;
 const MOST_PATIENCE: u32 = 4096;
+/// So many slow ones are bad luck no more.
+const STRIKES: u32 = 3;
 /// Transfers in a row that were under way alone before they are taken to come alone.
 const LONE: u32 = 16;
 /// One of so many that come alone is handed over all the same.
@@ -28,8 +30,8 @@ const ENDLESS: Duration = Duration::from_millis(1);
 
 /// What a transfer of so many bytes may take that is not worth handing over.
 fn limit(bytes: usize) -> Duration {
-    // 20 µs, and the copying of 4 GiB a second.
-    Duration::from_nanos(20_000 + bytes as u64 / 4)
+    // 20 µs, and the copying of 2 GiB a second.
+    Duration::from_nanos(20_000 + bytes as u64 / 2)
 }
 
 /// How a file behaves.
@@ -39,6 +41,8 @@ struct Pace {
     patience: u32,
     /// The patience that the next slow one costs.
     next: u32,
+    /// Slow transfers of late; one may have been bad luck.
+    strikes: u32,
 }
 
 /// How the files of a disk behave, and its requests.
@@ -68,10 +72,16 @@ impl Paces {
         let start = Instant::now();
         let result = perform(call);
         if start.elapsed() > limit(bytes) {
-            pace.patience = pace.next;
-            pace.next = (pace.next * 2).min(MOST_PATIENCE);
-        } else if pace.next > PATIENCE {
-            pace.next -= PATIENCE;
+            pace.strikes += 1;
+            if pace.strikes >= STRIKES {
+                // One more after that is enough.
+                pace.strikes = STRIKES - 1;
+                pace.patience = pace.next;
+                pace.next = (pace.next * 2).min(MOST_PATIENCE);
+            }
+        } else {
+            pace.strikes = pace.strikes.saturating_sub(1);
+            pace.next = (pace.next - PATIENCE).max(PATIENCE);
         }
         Some(result)
     }
@@ -116,6 +126,7 @@ impl Paces {
             fd,
             patience: 0,
             next: PATIENCE,
+            strikes: 0,
         });
         self.files.len() - 1
     }

@@ -277,7 +277,7 @@ impl Qcow2 {
     async fn corrupt(&self, host_offset: u64, reason: &'static str) -> IoError {
         tracing::error!(
             image = %self.file.path().display(), host_offset, reason,
-            "corrupt qcow2 image: writing stops; repair it with `qemu-img check -r all`"
+            "corrupt qcow2 image: writing stops; repair it with `drover image repair --all`"
         );
         self.stopped.set(Some("the image is corrupt"));
         if self.header.version >= 3 {
@@ -339,7 +339,7 @@ impl Qcow2 {
 fn check_writable(path: &Path, header: &Header) -> Result<(), Error> {
     let refuse = |reason: &str| Err(Error::new(path, ErrorKind::NotWritable(reason.to_owned())));
     if header.incompatible.contains(Incompatible::CORRUPT) {
-        return refuse("it is marked corrupt; repair it with `qemu-img check -r all`");
+        return refuse("it is marked corrupt; repair it with `drover image repair --all`");
     }
     Ok(())
 }
@@ -348,7 +348,7 @@ fn check_writable(path: &Path, header: &Header) -> Result<(), Error> {
 fn count_references(file: &BlockFile, header: &Header) -> Result<HashMap<u64, u64>, Error> {
     const MOST: u64 = 4 << 20;
     if header.geometry.cluster(file.end()) > MOST {
-        let reason = "it was not closed cleanly and is too large to mend in passing; mend it with `qemu-img check -r all`";
+        let reason = "it was not closed cleanly and is too large to mend in passing; mend it with `drover image repair --all`";
         let kind = ErrorKind::NotWritable(reason.into());
         return Err(Error::new(file.path(), kind));
     }
@@ -409,7 +409,7 @@ fn claim_metadata(
             return Ok(());
         }
         overlap.claim(geometry, host, bytes, what).map_err(|other| {
-            format!("{what} at {host:#x} overlaps {other}; examine it with `qemu-img check`")
+            format!("{what} at {host:#x} overlaps {other}; examine it with `drover image check`")
         })
     };
     let cluster = geometry.cluster_size();
@@ -438,7 +438,7 @@ fn claim_metadata(
     let tables = l1.iter().map(|entry| entry & spec::OFFSET_MASK);
     let all = blocks.chain(tables).filter(|host| *host != 0);
     overlap.set_tables(geometry, all).map_err(|(host, other)| {
-        format!("an L2 table or refcount block at {host:#x} overlaps {other}; examine it with `qemu-img check`")
+        format!("an L2 table or refcount block at {host:#x} overlaps {other}; examine it with `drover image check`")
     })?;
     Ok(overlap)
 }

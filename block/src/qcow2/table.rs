@@ -119,7 +119,7 @@ impl TableCache {
                 return Ok(());
             }
             let purges = self.purges.get();
-            let mut bytes = Pages::zeroed(usize::try_from(self.piece).unwrap_or(PAGE));
+            let mut bytes = Pages::used(usize::try_from(self.piece).unwrap_or(PAGE));
             file.read(piece, bytes.span()).await?;
             if self.purges.get() != purges {
                 continue;

@@ -250,7 +250,9 @@ impl Qcow2 {
         if from >= to || (zeroed && chain.is_zero(from, inside).await?) {
             return Ok(None);
         }
-        let mut pages = Pages::zeroed((to - from) as usize);
+        let mut pages = Pages::used((to - from) as usize);
+        let outside = pages.bytes_mut().get_mut(inside as usize..);
+        outside.unwrap_or_default().fill(0);
         if inside > 0 {
             chain
                 .read_held(from, pages.span().part(0, inside as usize))

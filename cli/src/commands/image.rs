@@ -11,7 +11,8 @@ use serde::Serialize;
 
 use super::image_chain::{Chain, failure};
 use super::image_jobs::Codec;
-use super::{image_bench, image_check, image_export, image_import, image_jobs};
+use super::image_lease::Shown;
+use super::{image_bench, image_check, image_export, image_import, image_jobs, image_lease};
 use crate::args::{Image, ImageFormat, OutputMode, size};
 use crate::failure::Failure;
 use crate::output;
@@ -129,6 +130,7 @@ pub(crate) fn run(command: Image, mode: OutputMode) -> Result<ExitCode, Failure>
         Image::Export(args) => image_export::export(&args)?,
         Image::Flatten(args) => image_jobs::flatten(&args, mode)?,
         Image::Rebase(args) => image_jobs::rebase(&args, mode)?,
+        Image::Lease(command) => image_lease::run(&command, mode)?,
         Image::Bench(args) => return image_bench::bench(&args, mode),
     }
     Ok(ExitCode::SUCCESS)
@@ -147,7 +149,23 @@ fn info(args: &Info, mode: OutputMode) -> Result<(), Failure> {
         });
     }
     let info = image::info(&chain.path, chain.format.into()).map_err(failure)?;
-    output::print(mode, &info, describe)
+    let lease = Some(Shown::of(&chain.path)).filter(|lease| !lease.is_none());
+    output::print(mode, &InfoShown { info, lease }, |shown| {
+        let mut text = describe(&shown.info);
+        if let Some(lease) = &shown.lease {
+            text.push_str(&output::fields(&[("lease", lease.text().to_owned())]));
+        }
+        text
+    })
+}
+
+/// What is told of one image.
+#[derive(Serialize)]
+struct InfoShown {
+    #[serde(flatten)]
+    info: ImageInfo,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lease: Option<Shown>,
 }
 
 fn describe(info: &ImageInfo) -> String {

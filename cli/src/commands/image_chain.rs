@@ -113,22 +113,49 @@ pub(crate) fn stored_name(image: &Path, below: &Path) -> Result<PathBuf, Failure
     }
 }
 
+/// What the library says of what can be done, and what that is called on the command line.
+const HINTS: [(&str, &str); 9] = [
+    ("and was not allowed", "and is not done without --shrink"),
+    (
+        "list it under `backing`, or allow backing files named in headers",
+        "list it with --backing and --backing-format, or allow what headers name with --allow-backing",
+    ),
+    (
+        "list it under `backing`",
+        "list it with --backing and --backing-format",
+    ),
+    (
+        "the layers below it listed",
+        "the layers below it listed with --backing and --backing-format",
+    ),
+    ("state `format: raw`", "state --format raw"),
+    ("set `cache: buffered`", "state --cache buffered"),
+    (
+        "bytes that may be downloaded: allow more",
+        "bytes that may be downloaded: allow more with --max-download",
+    ),
+    (
+        "bytes that are allowed: allow more",
+        "bytes that are allowed: allow more with --max-size",
+    ),
+    (
+        "state its certificate with a CA file",
+        "give its certificate with --ca-file",
+    ),
+];
+
 /// Whether the person or the host is at fault; and what the person can do where only the command line knows.
 #[expect(clippy::needless_pass_by_value, reason = "stands in map_err")]
 pub(crate) fn failure(error: Error) -> Failure {
-    let message = match &error.kind {
-        ErrorKind::Backing(reason) if reason.contains("which nothing permits") => {
-            let hint = reason.split(": list it").next().unwrap_or(reason);
-            format!(
-                "{}: {hint}: list it with --backing and --backing-format, or allow what headers name with --allow-backing",
-                error.path.display()
-            )
-        }
-        ErrorKind::Job(reason) if reason.contains("listed") => {
-            format!("{error}: list them with --backing and --backing-format")
-        }
-        _ => error.to_string(),
-    };
+    let mut message = error.to_string();
+    for (general, here) in HINTS {
+        message = message.replace(general, here);
+    }
+    if let ErrorKind::Io { source, .. } = &error.kind
+        && source.kind() == std::io::ErrorKind::AlreadyExists
+    {
+        message.push_str(": choose another name, or remove it");
+    }
     let host = match &error.kind {
         ErrorKind::Request(_) | ErrorKind::Download(_) => true,
         ErrorKind::Io { source, .. } => !matches!(
@@ -167,9 +194,9 @@ impl Watch {
 /// How a bar looks; of a job of unknown length, only what is done.
 fn style(unknown: bool) -> ProgressStyle {
     let template = match unknown {
-        true => "{msg:11} {spinner} {bytes} {binary_bytes_per_sec}",
+        true => "{msg}{spinner} {bytes} {binary_bytes_per_sec}",
         false => {
-            "{msg:11} {bar:40} {percent:>3} %  {bytes} of {total_bytes}  {binary_bytes_per_sec}  {eta} left"
+            "{msg}{bar:40} {percent:>3} %  {bytes} of {total_bytes}  {binary_bytes_per_sec}  {eta} left"
         }
     };
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
@@ -190,7 +217,7 @@ impl Monitor for Watch {
 
     fn phase(&mut self, name: &'static str) {
         if let Some(bar) = &self.bar {
-            bar.set_message(name);
+            bar.set_message(format!("{name:12}"));
             bar.reset();
         }
     }

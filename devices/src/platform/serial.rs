@@ -233,11 +233,14 @@ impl SerialPort {
 
 const DATA: u8 = 0;
 const IER: u8 = 1;
+const IIR: u8 = 2;
 const LCR: u8 = 3;
 const MCR: u8 = 4;
 /// Eight data bits, no parity, one stop bit.
 const LCR_8N1: u8 = 0x03;
 const LCR_8N1_DLAB: u8 = 0x83;
+/// The registers 0 and 1 are the divisor's.
+const DLAB: u8 = 0x80;
 /// The auxiliary output that gates the interrupt on a PC.
 const MCR_OUT2: u8 = 0x08;
 
@@ -245,7 +248,11 @@ impl BusDevice for SerialPort {
     fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0xff);
         if let (Ok(offset), Some(first)) = (u8::try_from(offset), data.first_mut()) {
-            *first = lock(&self.uart).read(offset);
+            let mut uart = lock(&self.uart);
+            if offset == IIR {
+                still_pending(&mut uart);
+            }
+            *first = uart.read(offset);
         }
     }
 
@@ -254,6 +261,16 @@ impl BusDevice for SerialPort {
             // A failed signal leaves the byte in place; the guest polls or is interrupted by the next one.
             let _ = lock(&self.uart).write(offset, value);
         }
+    }
+}
+
+/// Makes input that waits a reason for the interrupt again. On a real UART it is one until all of it is read, while vm-superio
+/// forgets it with the first byte read: a driver that stops after so many bytes (Linux: 256) would never come back for the rest.
+fn still_pending<T: Trigger<E = io::Error>, E: SerialEvents, W: Write>(uart: &mut Serial<T, E, W>) {
+    if uart.fifo_capacity() < FIFO_LEN && uart.read(LCR) & DLAB == 0 {
+        // Enabling an interrupt that is enabled looks at its reasons. A failed signal is no loss: the driver is here.
+        let enabled = uart.read(IER);
+        let _ = uart.write(IER, enabled);
     }
 }
 
@@ -318,6 +335,25 @@ mod tests {
         assert_eq!(port.input_room(), 64);
         assert!(readable(port.room_descriptor(), 0));
         port.acknowledge_room();
+    }
+
+    #[test]
+    fn input_that_a_driver_leaves_for_later_stays_a_reason_to_interrupt() {
+        const RECEIVED: u8 = 0x04;
+        let (port, _irq) = port();
+        port.write(1, &[1]);
+        port.push_input(&[7; 64]);
+        let mut byte = [0];
+        for _ in 0..3 {
+            port.read(2, &mut byte);
+            assert_eq!(byte[0] & 0x0f, RECEIVED);
+            port.read(0, &mut byte);
+        }
+        for _ in 3..64 {
+            port.read(0, &mut byte);
+        }
+        port.read(2, &mut byte);
+        assert_ne!(byte[0] & 0x0f, RECEIVED, "nothing is left");
     }
 
     #[test]

@@ -8,22 +8,24 @@ use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{Error, Result};
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap};
 
-use super::session::{other, refuse};
+use super::session::{MAX_RING_SIZE, other, refuse};
 use super::table::check_file;
 use crate::virtio::block::MAX_QUEUES;
-use crate::virtio::journal::{Journal, region_bytes};
+use crate::virtio::journal::{ALIGNMENT, Journal, region_bytes};
 
 /// The record of all rings, mapped.
 pub(super) struct Record {
     memory: Arc<GuestMemoryMmap<()>>,
     queues: u16,
-    queue_size: u16,
+    /// Bytes of each ring's region.
+    stride: u64,
 }
 
 impl Record {
-    /// A new record for so many rings of such a size, and what the client has to know of it.
+    /// A new record for so many rings, and what the client has to know of it. There is room for rings of any size: firmware has been
+    /// seen to choose larger ones than its VMM asked a record for.
     pub(super) fn make(wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        let bytes = bytes(wanted)?;
+        let bytes = queues(wanted)? * region_bytes(MAX_RING_SIZE);
         let file = rustix::fs::memfd_create("drover-inflight", MemfdFlags::CLOEXEC)
             .map_err(|error| Error::ReqHandlerError(error.into()))?;
         let file = File::from(file);
@@ -38,8 +40,11 @@ impl Record {
 
     /// The record that a client kept.
     pub(super) fn map(about: &VhostUserInflight, file: File) -> Result<Self> {
-        let needed = bytes(about)?;
-        if about.mmap_size < needed {
+        let queues = queues(about)?;
+        let stride =
+            (about.mmap_size / queues).min(region_bytes(MAX_RING_SIZE)) / ALIGNMENT * ALIGNMENT;
+        let needed = queues * stride;
+        if needed == 0 {
             return Err(refuse("the record of requests is too small for its rings"));
         }
         check_file(&file, about.mmap_offset, needed)?;
@@ -51,24 +56,27 @@ impl Record {
         Ok(Self {
             memory: Arc::new(memory),
             queues: about.num_queues,
-            queue_size: about.queue_size,
+            stride,
         })
     }
 
     /// The record of one ring.
     pub(super) fn journal(&self, index: u16, size: u16) -> Result<Journal> {
-        if index >= self.queues || size > self.queue_size {
-            return Err(refuse("the record of requests has no room for this ring"));
+        if index >= self.queues || region_bytes(size) > self.stride {
+            let (queues, stride) = (self.queues, self.stride);
+            return Err(other(format!(
+                "the record of requests has {stride} bytes for each of {queues} rings: no room for ring {index} of {size} entries"
+            )));
         }
-        let start = u64::from(index) * region_bytes(self.queue_size);
+        let start = u64::from(index) * self.stride;
         Journal::open(Arc::clone(&self.memory), start, size).map_err(other)
     }
 }
 
-fn bytes(about: &VhostUserInflight) -> Result<u64> {
-    // The protocol's limit of a ring; larger ones are refused where they are set.
-    if !(1..=MAX_QUEUES).contains(&about.num_queues) || !(1..=32768).contains(&about.queue_size) {
+/// The number of rings, within bounds.
+fn queues(about: &VhostUserInflight) -> Result<u64> {
+    if !(1..=MAX_QUEUES).contains(&about.num_queues) {
         return Err(refuse("a record of requests is for 1 to 64 rings"));
     }
-    Ok(u64::from(about.num_queues) * region_bytes(about.queue_size))
+    Ok(about.num_queues.into())
 }

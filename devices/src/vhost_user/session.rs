@@ -38,7 +38,7 @@ use crate::virtio::worker::Scope;
 use crate::virtio::{Activation, ActiveQueue, VirtioDevice, VirtioInterrupt};
 
 /// The greatest ring that a client may choose.
-const MAX_RING_SIZE: u16 = 1024;
+pub(super) const MAX_RING_SIZE: u16 = 1024;
 
 /// Where `idx` lies in the used ring (virtio 1.2 §2.7.8).
 const USED_IDX_OFFSET: u64 = 2;

@@ -29,7 +29,7 @@ const NEXT_OFFSET: u64 = 6;
 const COUNTER_OFFSET: u64 = 8;
 
 /// Regions start at multiples of this, so that no two queues share a cache line.
-const ALIGNMENT: u64 = 64;
+pub const ALIGNMENT: u64 = 64;
 
 /// Bytes of the region of a queue.
 #[must_use]
@@ -86,13 +86,11 @@ impl Journal {
         // Touches the last entry, so that no later access can fail.
         journal.load_u64(journal.entry(size.saturating_sub(1)) + COUNTER_OFFSET)?;
         match journal.load_u16(start + VERSION_OFFSET)? {
-            0 => {
-                journal.store_u16(start + DESC_NUM_OFFSET, size)?;
-                journal.store_u16(start + VERSION_OFFSET, VERSION)?;
-            }
+            0 => journal.store_u16(start + VERSION_OFFSET, VERSION)?,
             VERSION => {}
             other => return Err(JournalError::Version(other)),
         }
+        journal.store_u16(start + DESC_NUM_OFFSET, size)?;
         Ok(journal)
     }
 

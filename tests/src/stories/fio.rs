@@ -1,4 +1,5 @@
-//! fio writes and verifies on an overlay with several jobs and queues, while the file system is trimmed beneath it.
+//! fio writes and verifies on an overlay with several jobs and queues, while the file system is trimmed and the chain changed
+//! beneath it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,16 +8,17 @@ use serde_json::json;
 
 use crate::ensure;
 use crate::failure::{Context as _, Result};
-use crate::fixtures::command::{ImageState, disk_usage, qemu_img_check, succeed};
+use crate::fixtures::command::{ImageState, qemu_img_check, succeed};
 use crate::fixtures::guest::SmallGuest;
 use crate::fixtures::vm::{Vm, small_guest};
-use crate::stories::disk::{overlay, overlay_disk, text};
+use crate::stories::disk::{LONG, overlay, overlay_disk, text};
+use crate::stories::live_disk::{job, snapshot};
 use crate::stories::{Scene, Story};
 
 pub(super) static STORIES: &[Story] = &[
     Story::small(
         "fio",
-        "fio_verifies_an_overlay_that_is_trimmed_meanwhile",
+        "fio_verifies_an_overlay_that_is_trimmed_snapshotted_and_committed_meanwhile",
         short,
     )
     .seconds(70, 400),
@@ -29,18 +31,14 @@ pub(super) static STORIES: &[Story] = &[
     .only_long(),
 ];
 
-/// Four jobs write pieces of 4 to 64 KiB at random, eight at a time each, flush now and then, and read all of it again.
-/// `$1` is the number of the round, so that each writes other bytes at other places.
-const FIO: &str = "/tools/bin/fio --thread --directory=/mnt --name=v --numjobs=4 --size=8m --rw=randwrite --bsrange=4k-64k \
-                   --blockalign=4k --ioengine=libaio --iodepth=8 --direct=1 --fsync=64 --fallocate=none --randseed=$1 \
-                   --verify=crc32c --do_verify=1 --verify_fatal=1 --group_reporting --output=/tmp/fio.log";
+/// The least rounds of fio.
+const ROUNDS: u32 = 2;
 
-/// Files come and go and what they leave is trimmed, until `/tmp/over` is there.
-const TRIM: &str = "while [ ! -e /tmp/over ]; do dd if=/dev/urandom of=/mnt/gone bs=64k count=32 conv=fsync 2>/tmp/dd.log && \
-                    rm /mnt/gone && fstrim /mnt && echo >> /tmp/trims || exit 1; done";
+/// What the guest does.
+const SCRIPT: &str = include_str!("../../lab/fio.sh");
 
 fn short(scene: &Scene) -> Result {
-    verify(scene, Duration::from_secs(8))
+    verify(scene, Duration::ZERO)
 }
 
 fn three_minutes(scene: &Scene) -> Result {
@@ -58,10 +56,12 @@ pub(super) fn mount(vm: &mut Vm) -> Result {
         .map(|_| ())
 }
 
-/// Rounds of fio until the guest has been at it for `time` of its own clock.
+/// Rounds of fio until the guest has been at it for `time` of its own clock. At the beginning of every second round the disk
+/// gets a new overlay, in the other rounds that is committed again; all while fio and fstrim are at work.
 fn verify(scene: &Scene, time: Duration) -> Result {
     let (base, top) = overlay(scene)?;
     let guest = SmallGuest::prepare(scene)?;
+    guest.add("lab-fio", SCRIPT)?;
     let mut definition = small_guest(&guest, &scene.folder);
     definition["cpus"] = json!({"count": 2});
     definition["memory"] = json!({"size": "384MiB"});
@@ -70,34 +70,59 @@ fn verify(scene: &Scene, time: Duration) -> Result {
     definition["disks"] = json!([disk, tools_disk(scene)]);
     let mut vm = Vm::boot(scene, &definition)?;
     mount(&mut vm)?;
-    let seconds = time.as_secs();
-    let script = format!(
-        "end=$(($(cut -d. -f1 /proc/uptime) + {seconds})); ({TRIM}) & trim=$!; n=0; status=0; \
-         fio() {{ {FIO}; }}; \
-         while [ $status = 0 ] && [ $(cut -d. -f1 /proc/uptime) -lt $end ]; do n=$((n+1)); echo ROUND $n; fio $n || status=1; done; \
-         : > /tmp/over; wait $trim || status=2; cat /tmp/fio.log; \
-         echo ROUNDS $n TRIMS $(wc -l < /tmp/trims) STATUS $status; [ $status = 0 ]"
-    );
-    let id = vm.console.start(&script)?;
-    let reply = vm
+    let id = vm
         .console
-        .finish(id, Duration::from_secs(240) + 4 * time)
-        .context("fio and fstrim")?;
-    print!("{}", reply.output);
-    let last = reply.output.lines().last().unwrap_or_default();
-    let number = |word: &str| -> u64 {
-        let mut words = last.split_whitespace().skip_while(|&each| each != word);
-        words.nth(1).and_then(|text| text.parse().ok()).unwrap_or(0)
-    };
-    ensure!(reply.status == 0, "fio: {}", reply.output);
+        .start(&format!("lab-fio {} {ROUNDS}", time.as_secs()))?;
+    let (mut rounds, mut snapshots, mut commits) = (0, 0, 0);
+    let mut upper = None;
+    loop {
+        vm.console.wait_for("LAB-ROUND ", 4 * LONG)?;
+        if vm.console.wait_for("\n", LONG)? == "over" {
+            break;
+        }
+        rounds += 1;
+        match upper.take() {
+            None => {
+                let path = scene.folder.join(format!("upper-{rounds}.qcow2"));
+                snapshot(&vm, "data", &path).context("a snapshot while fio runs")?;
+                snapshots += 1;
+                upper = Some(path);
+            }
+            Some(path) => {
+                job(&vm, "data", "commit").context("a commit while fio runs")?;
+                std::fs::remove_file(path).context("remove the committed overlay")?;
+                commits += 1;
+            }
+        }
+    }
+    let reply = vm.console.finish(id, LONG).context("fio and fstrim")?;
+    println!(
+        "{rounds} rounds, {snapshots} snapshots, {commits} commits, {}",
+        reply.output
+    );
     ensure!(
-        number("ROUNDS") >= 1 && number("TRIMS") >= 1,
-        "nothing was done: {last}"
+        reply.status == 0,
+        "fio: {}{}",
+        vm.console.text(),
+        reply.output
+    );
+    ensure!(
+        rounds >= ROUNDS && !reply.output.ends_with("TRIMS 0"),
+        "little was done: {rounds} rounds, {}",
+        reply.output
     );
     vm.run("umount /mnt")?;
     vm.power_off()?;
-    sound(scene, &top)?;
-    println!("the overlay takes {} bytes", disk_usage(&top)?);
+    let Some(upper) = upper else {
+        return sound(scene, &top);
+    };
+    sound(scene, &upper)?;
+    // Below the snapshot is a file system in use: for its journal to mend, not for e2fsck to like.
+    let state = qemu_img_check(&top)?;
+    ensure!(
+        state == ImageState::Clean,
+        "below it, qemu-img check finds {state:?}"
+    );
     Ok(())
 }
 

@@ -45,6 +45,24 @@ fn calls(subcommand: &str, held: &str, base: &str, spare: &str) -> Option<Vec<Ve
             call(&[&[held, spare], &plain, &chain, &["--to", "raw"]]),
             call(&[&[base, held], &plain, &["--to", "qcow2"]]),
         ],
+        "repair" => vec![
+            call(&[&[held, "--leaks"], &plain]),
+            call(&[&[base, "--all"], &plain]),
+        ],
+        "rebase" => vec![
+            call(&[&[held], &plain, &chain, &["--onto-nothing"]]),
+            call(&[&[held], &plain, &chain, &["--onto-nothing", "--unsafe"]]),
+        ],
+        "import" => vec![
+            call(&[&[held, spare], &plain, &["--to", "raw"]]),
+            call(&[&[base, held], &plain, &["--to", "qcow2"]]),
+        ],
+        "bench" => vec![
+            call(&[&[held], &plain, &chain, &["--count", "1"]]),
+            call(&[&[held], &plain, &chain, &["--count", "1", "--write"]]),
+        ],
+        "export" => vec![call(&[&[held, "--vhost-user-blk", spare], &plain, &chain])],
+        "lease" => vec![call(&[&["break", held]])],
         "snapshot" => vec![call(&[&[held, spare], &plain])],
         _ => return None,
     })
@@ -98,9 +116,12 @@ fn refused(scene: &Scene) -> Result {
                 "drover {} touched an image that a VM holds",
                 words.join(" ")
             );
+            // Somebody has it, or it is there already; nothing else may be what stops a command.
+            let why = ["process", "exist", "lease", "holds"];
             ensure!(
-                answer.stderr.contains(".qcow2") && !answer.stderr.contains("Usage"),
-                "drover {} names no image in its refusal: {}",
+                answer.stderr.contains(".qcow2")
+                    && why.iter().any(|word| answer.stderr.contains(word)),
+                "drover {} does not say who has which image: {}",
                 words.join(" "),
                 answer.stderr
             );

@@ -7,6 +7,7 @@ pub mod fio;
 pub mod held;
 pub mod lab;
 pub mod lifecycle;
+pub mod live_disk;
 pub mod net;
 pub mod shared_base;
 pub mod vhost_user;
@@ -98,6 +99,7 @@ pub fn all() -> impl Iterator<Item = &'static Story> {
         lifecycle::STORIES,
         disk::STORIES,
         fio::STORIES,
+        live_disk::STORIES,
         held::STORIES,
         shared_base::STORIES,
         net::STORIES,

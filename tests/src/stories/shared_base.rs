@@ -54,15 +54,6 @@ fn base(scene: &Scene) -> Result<PathBuf> {
     Ok(base)
 }
 
-/// Bytes of a file in the page cache.
-fn cached(path: &Path) -> Result<u64> {
-    let answer = succeed("fincore", &["-b", "-n", "-o", "RES", &text(path)])?;
-    answer
-        .trim()
-        .parse()
-        .map_err(|_| Failure::Broken(format!("fincore says {answer:?}")))
-}
-
 /// Bytes read so far from the disk on which a file is.
 fn disk_reads(path: &Path) -> Result<u64> {
     use std::os::unix::fs::MetadataExt as _;
@@ -120,16 +111,13 @@ fn share(scene: &Scene) -> Result {
             site: scene.site.clone(),
             folder,
         };
-        vms.push(Vm::start(&scene, &definition)?);
-    }
-    for vm in &mut vms {
-        vm.wait_for_shell()?;
+        // One after the other: together they would wait for each other's boot.
+        vms.push(Vm::boot(&scene, &definition)?);
     }
     // What making the base left in the cache goes, so that reading it is seen.
     rustix::fs::sync();
     fs::write("/proc/sys/vm/drop_caches", "1").context("drop the page cache")?;
     let (reads, cache) = (disk_reads(&base)?, host_memory("Cached")?);
-    let before = cached(&base)?;
     let expected = pattern::expected(SEED, BYTES);
     for (number, vm) in vms.iter_mut().enumerate() {
         // Past the guest's own cache, which is not the one in question.
@@ -149,25 +137,22 @@ fn share(scene: &Scene) -> Result {
         disk_reads(&base)? - reads,
         host_memory("Cached")?.saturating_sub(cache),
     );
-    let base_cached = cached(&base)?;
     let mut own = 0;
     for vm in &vms {
         own += own_memory_bytes(vm.id(), u64::from(GUEST_MIB) << 20)?;
     }
     println!(
-        "{VMS} guests read {BYTES} bytes each: {reads} bytes read from the disk, the host's page cache grew by {cache}, \
-         of the base {before} -> {base_cached} bytes are in it, all VMMs together take {own} bytes of their own"
+        "{VMS} guests read {BYTES} bytes each: {reads} bytes were read from the disk, the host's page cache grew by {cache} bytes, \
+         all VMMs together take {own} bytes of their own"
     );
     ensure!(
-        before < BYTES / 4,
-        "the base was in the cache already: {before} bytes"
+        (BYTES..BYTES * 3 / 2).contains(&reads),
+        "of the base, {BYTES} bytes, {reads} were read from the disk"
     );
     ensure!(
-        base_cached >= BYTES,
-        "only {base_cached} bytes of the base are in the page cache"
+        (BYTES * 3 / 4..BYTES * 3 / 2).contains(&cache),
+        "the page cache grew by {cache} bytes"
     );
-    ensure!(reads < 2 * BYTES, "{reads} bytes were read from the disk");
-    ensure!(cache < 2 * BYTES, "the page cache grew by {cache} bytes");
     // A copy in each process would be seen here.
     ensure!(own < BYTES, "the VMMs take {own} bytes of their own");
     for vm in vms {

@@ -150,8 +150,9 @@ fn export_restarts(scene: &Scene) -> Result {
 
     // In an orderly way, and by a kill, both in the middle of writing.
     for (seed, kill) in [(2, false), (3, true)] {
-        let write = format!("lab-guest write /dev/vda {BYTES} {seed} > /sum 2>&1 &");
-        vm.run(&write)?;
+        let write =
+            format!("lab-guest write /dev/vda {BYTES} {seed} > /sum.new && mv /sum.new /sum");
+        vm.run(&format!("rm -f /sum; ({write}) &"))?;
         std::thread::sleep(Duration::from_millis(700));
         if kill {
             back_end.kill()?;
@@ -161,7 +162,9 @@ fn export_restarts(scene: &Scene) -> Result {
         }
         std::thread::sleep(Duration::from_millis(500));
         back_end = export()?;
-        let wrote = vm.console.run("wait; cat /sum", LONG)?;
+        let wrote = vm
+            .console
+            .run("until [ -s /sum ]; do sleep 0.2; done; cat /sum", LONG)?;
         vm.run("sync; echo 3 > /proc/sys/vm/drop_caches")?;
         let read = vm
             .console

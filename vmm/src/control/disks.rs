@@ -9,6 +9,7 @@ use drover_api::disks::{DiskCounters, DiskView, IoView, LayerView, SnapshotReque
 use drover_api::server::Reply;
 use drover_api::types::{ApiError, ErrorCode, EventKind, VmState, VmView};
 use drover_block::image::{self, CreateOptions, Shrink, create_qcow2};
+use drover_block::lease;
 use drover_block::{Disk, IoEngine, IoError, MAX_LAYERS};
 use drover_devices::virtio::block::handle::Stopped;
 use drover_devices::virtio::block::metrics::BlockMetrics;
@@ -329,6 +330,9 @@ impl Control {
                         .map(|overlay| (overlay.index, &overlay.before)),
                 );
                 for overlay in overlays {
+                    if let Err(error) = lease::restore(&overlay.before.path, &overlay.after.path) {
+                        tracing::error!(%error, "a lease");
+                    }
                     // What cannot be opened again is told by an event; the reason of the first failure is the answer.
                     let _ = self.open_again(overlay.index);
                 }
@@ -358,6 +362,12 @@ impl Control {
                 return Err(invalid(message));
             }
             opened.push(disk);
+        }
+        // From here on a start from the old definition, which would lose what is written from now on, is refused.
+        for overlay in overlays.iter().filter(|overlay| overlay.before.lease) {
+            if is_file(&overlay.before.path) {
+                lease::supersede(&overlay.before.path, &overlay.after.path).map_err(unavailable)?;
+            }
         }
         Ok(opened)
     }
@@ -486,6 +496,10 @@ fn needs_opening(disk: &LiveDisk) -> bool {
         matches!(stopped.error, IoError::Stopped(_))
             || (stopped.operation == "flush" && stopped.error != IoError::NoSpace)
     })
+}
+
+fn is_file(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| metadata.is_file())
 }
 
 /// An overlay that exists already must hide nothing.

@@ -172,14 +172,14 @@ impl Control {
         }
     }
 
-    /// Closes disks that were taken; the locks on their images are free then.
+    /// Closes disks that were taken; the locks on their images are free then, their leases stay with this process.
     ///
     /// # Errors
     /// One could not be made durable.
     pub(super) fn close_taken(taken: Vec<Taken>) -> Reply<()> {
         let mut outcome = Ok(());
         for disk in taken.into_iter().filter_map(|taken| taken.disk) {
-            if let Err(error) = disk.close() {
+            if let Err(error) = disk.close_keeping_lease() {
                 tracing::error!(%error, "a disk is closed for a change");
                 outcome = Err(ApiError::new(ErrorCode::Unavailable, error.to_string()));
             }

@@ -340,18 +340,34 @@ impl Control {
     fn finish_job(&mut self, id: u64, index: usize, kind: JobKind) {
         self.exchange(vec![index], Flush::Must, move |control, taken| {
             let finished = taken.and_then(|taken| {
-                Self::close_taken(taken)?;
-                let disks = &control.machine()?.config().disks;
-                if let Some(disk) = disks.get(index) {
-                    let left = left_of(disk, kind);
-                    if kind == JobKind::Commit {
-                        // The layer below does not go on in the overlay any more.
-                        lease::restore(&left.path, &disk.path).map_err(unavailable)?;
-                    }
-                    control.set_disks([(index, &left)].into_iter());
+                if let Err(error) = Self::close_taken(taken) {
+                    // What cannot be opened again is told by an event.
+                    let _ = control.open_again(index);
+                    return Err(error);
                 }
+                let disks = &control.machine()?.config().disks;
+                let Some(disk) = disks.get(index) else {
+                    return Err(ApiError::no_vm());
+                };
+                let (top, left) = (disk.path.clone(), left_of(disk, kind));
+                if kind == JobKind::Commit {
+                    // The top is empty: the layer below may be used without it again, and the top by anybody.
+                    if let Err(error) = lease::restore(&left.path, &top) {
+                        // As before, with the empty top: nothing is lost.
+                        control.set_commit_below(index, false);
+                        control.open_again(index)?;
+                        return Err(unavailable(error));
+                    }
+                }
+                control.set_disks([(index, &left)].into_iter());
                 control.set_commit_below(index, false);
-                control.open_again(index)
+                control.open_again(index)?;
+                if kind == JobKind::Commit
+                    && let Err(error) = lease::give_back(&top)
+                {
+                    tracing::warn!(%error, "the lease of an image that was committed");
+                }
+                Ok(())
             });
             match finished {
                 Ok(()) => control.job_over(id, JobState::Done, None),

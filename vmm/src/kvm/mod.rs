@@ -94,7 +94,14 @@ impl Vm {
         if version != 12 {
             return Err(KvmError::ApiVersion(version));
         }
-        let fd = kvm.create_vm().map_err(step("create a VM"))?;
+        // A signal interrupts it while the kernel starts a thread of its own for the VM, and so does what io_uring has to tell this
+        // thread; nothing was made then.
+        let fd = loop {
+            match kvm.create_vm() {
+                Err(error) if error.errno() == libc::EINTR => {}
+                made => break made.map_err(step("create a VM"))?,
+            }
+        };
         for (cap, name) in NEEDED {
             if !fd.check_extension(cap) {
                 return Err(KvmError::Lacks(name));

@@ -7,6 +7,7 @@ use drover_api::definition::{
     BackingConfig, CacheMode, DetectZeroes as ZeroesConfig, DiscardMode, DiskConfig, ImageFormat,
     IoMode, LimitsConfig, OnError as OnErrorConfig, RateLimit, VmConfig,
 };
+use drover_block::lease::LeaseRequest;
 use drover_block::{
     Backing, Burst, Cache, DetectZeroes, Directions, Disk, DiskOptions, DiskSpec, Format, IoEngine,
     Layer, Limit, Limits, LimitsError, ThreadStart, Throttle,
@@ -34,6 +35,8 @@ pub struct LiveDisk {
 
 /// How the disks of a machine are opened.
 pub struct Opener {
+    /// The VM's name, as leases tell it.
+    owner: String,
     thread_start: ThreadStart,
     /// By name.
     groups: Vec<(String, Arc<Throttle>)>,
@@ -55,6 +58,7 @@ impl Opener {
             groups.push((group.id.clone(), throttle));
         }
         Ok(Self {
+            owner: config.name.clone(),
             thread_start,
             groups,
             automatic: None,
@@ -86,6 +90,9 @@ impl Opener {
                 ZeroesConfig::Unmap => DetectZeroes::Unmap,
             },
             throttle: Some(throttle),
+            lease: (disk.lease && !disk.read_only).then(|| LeaseRequest {
+                owner: self.owner.clone(),
+            }),
             statistics: Some(Arc::default()),
             thread_start: Some(self.thread_start.clone()),
             ..DiskOptions::default()

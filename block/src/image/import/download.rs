@@ -378,7 +378,7 @@ impl Download<'_> {
         file.write_all_at(&bytes, 0)
             .and_then(|()| file.sync_all())
             .map_err(|e| Error::io(&new, "write it", e))?;
-        fresh::publish(&new, path)
+        fresh::exchange(&new, path)
     }
 
     fn checkpoint(&mut self, at: u64) -> Result<(), Error> {

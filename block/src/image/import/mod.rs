@@ -237,7 +237,7 @@ fn make(
             let _ = std::fs::remove_file(&partial);
         });
     }
-    if options.packing == Packing::None && is_whole(file, options.format) {
+    if options.packing == Packing::None {
         check_image(path, options).map_err(rename)?;
         return to_target(path, target, options, monitor).map_err(rename);
     }
@@ -253,14 +253,6 @@ fn make(
     };
     check_image(&unpacked, options).map_err(rename)?;
     to_target(&unpacked, target, options, monitor).map_err(rename)
-}
-
-/// Whether a file can be a disk as it is: a raw one has whole sectors.
-fn is_whole(file: &File, format: Format) -> bool {
-    format == Format::Qcow2
-        || file
-            .metadata()
-            .is_ok_and(|seen| seen.len().is_multiple_of(512))
 }
 
 /// Refuses what is too large and what refers to other files.

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use flate2::read::MultiGzDecoder;
 use lzma_rust2::XzReader;
 use ruzstd::decoding::errors::FrameDecoderError;
-use ruzstd::decoding::errors::ReadFrameHeaderError::SkipFrame;
+use ruzstd::decoding::errors::ReadFrameHeaderError::{BadMagicNumber, SkipFrame};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 use super::{CHUNK, ImportOptions, check_size, read_full};
@@ -85,6 +85,9 @@ impl<R: BufRead> Frames<R> {
                     if io::copy(&mut rest, &mut io::sink())? < length {
                         return Err(io::ErrorKind::UnexpectedEof.into());
                     }
+                }
+                Err(FrameDecoderError::ReadFrameHeaderError(BadMagicNumber(_))) => {
+                    return Err(io::Error::other("it does not begin as a frame does"));
                 }
                 Err(error) => return Err(io::Error::other(error)),
             }

@@ -32,7 +32,7 @@ pub const MAX_LAYERS: usize = 33;
 
 /// One image of a chain.
 pub(crate) enum Image {
-    Raw(Raw),
+    Raw(Box<Raw>),
     Qcow2(Box<Qcow2>),
 }
 

@@ -148,7 +148,7 @@ impl Opener {
         }
         file.set_counts(&self.calls);
         self.layers.push(match format {
-            Format::Raw => Image::Raw(Raw::open(file)?),
+            Format::Raw => Image::Raw(Box::new(Raw::open(file)?)),
             Format::Qcow2 => {
                 let qcow2 = Qcow2::open(file, written, &self.budget, &self.counts)?;
                 Image::Qcow2(Box::new(qcow2))

@@ -7,6 +7,7 @@
 //! Everything but the transfers themselves happens on the thread that calls [`Disk::submit`] and [`Disk::poll`]. What performs them
 //! is an [`IoEngine`]; with the inline one a task runs to its end inside `submit`.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
@@ -22,7 +23,7 @@ use crate::error::{Error, ErrorClass, ErrorKind, IoError};
 use crate::io::HostCounts;
 use crate::io::queue::Queue;
 use crate::online::{Running, Step, StepEnd};
-use crate::options::{DetectZeroes, DiskOptions, IoEngine};
+use crate::options::{DetectZeroes, DiskOptions, IoEngine, Losses};
 use crate::qcow2::Clear;
 use crate::qcow2::relabel::Label;
 use crate::statistics::DiskStatistics;
@@ -89,6 +90,10 @@ pub struct Completion {
 }
 
 impl Completion {
+    fn tells_of_loss(&self) -> bool {
+        self.result == Err(IoError::Lost)
+    }
+
     fn new(tag: u64, result: Result<(), IoError>, op: Op) -> Self {
         // The memory of one that succeeded belongs to the guest again before it hears of the end.
         let op = result.is_err().then_some(op);
@@ -109,6 +114,9 @@ pub(crate) struct Core {
     pub(crate) discard: bool,
     pub(crate) detect_zeroes: DetectZeroes,
     statistics: Arc<DiskStatistics>,
+    losses: Losses,
+    /// The next flush has to tell of writes that were lost before the disk was opened.
+    lost: Cell<bool>,
 }
 
 /// What runs as a task.
@@ -202,7 +210,7 @@ impl Disk {
                 Arc::clone(statistics)
             }
         };
-        let mut disk = Self::new_counting(chain, spec, queue, statistics, options.detect_zeroes);
+        let mut disk = Self::new_counting(chain, spec, queue, statistics, &options);
         // A job may be begun later, where a sandbox allows no new descriptors any more.
         let has_layers = !spec.read_only && disk.core().chain.layer(1).is_some();
         if disk.queue.is_some() || options.throttle.is_some() || has_layers {
@@ -232,7 +240,7 @@ impl Disk {
             spec,
             Some(Queue::shuffle(seed)),
             Arc::default(),
-            options.detect_zeroes,
+            options,
         );
         if options.commit_below {
             let size = disk.size_bytes();
@@ -242,7 +250,7 @@ impl Disk {
     }
 
     fn new(chain: Chain, spec: &DiskSpec, queue: Option<Queue>) -> Self {
-        Self::new_counting(chain, spec, queue, Arc::default(), DetectZeroes::Off)
+        Self::new_counting(chain, spec, queue, Arc::default(), &DiskOptions::default())
     }
 
     fn new_counting(
@@ -250,7 +258,7 @@ impl Disk {
         spec: &DiskSpec,
         queue: Option<Queue>,
         statistics: Arc<DiskStatistics>,
-        detect_zeroes: DetectZeroes,
+        options: &DiskOptions,
     ) -> Self {
         let queue = queue.map(Arc::new);
         if let Some(queue) = &queue {
@@ -261,8 +269,10 @@ impl Disk {
                 chain,
                 read_only: spec.read_only,
                 discard: spec.discard,
-                detect_zeroes,
+                detect_zeroes: options.detect_zeroes,
                 statistics,
+                lost: Cell::new(options.losses.take()),
+                losses: options.losses.clone(),
             }),
             queue,
             timer: None,
@@ -383,6 +393,9 @@ impl Disk {
             self.pace();
             self.turn(false);
         }
+        if self.core().lost.get() && self.done.iter().any(Completion::tells_of_loss) {
+            self.core().lost.set(false);
+        }
         completions.append(&mut self.done);
     }
 
@@ -434,7 +447,11 @@ impl Disk {
             }
         }
         let core = self.executor.shared();
-        self.drive(core.run_counted(op))
+        let result = self.drive(core.run_counted(op));
+        if result == Err(IoError::Lost) {
+            self.core().lost.set(false);
+        }
+        result
     }
 
     /// Makes everything durable and lets go of the images.
@@ -468,6 +485,15 @@ impl Disk {
 
     /// Waits for every request and leaves nothing to be done.
     fn settle(&mut self) -> Result<(), IoError> {
+        let result = self.flush_and_settle();
+        let core = self.core();
+        if result.is_err() || core.lost.get() {
+            core.losses.note();
+        }
+        result
+    }
+
+    fn flush_and_settle(&mut self) -> Result<(), IoError> {
         self.release_waiting();
         while self.executor.running() > 0 {
             self.turn(true);
@@ -715,6 +741,7 @@ impl Core {
                 }
                 self.write(*offset, buffers.span()).await
             }
+            Op::Flush if self.lost.get() => Err(IoError::Lost),
             Op::Flush => self.flush().await,
             Op::Discard { offset, length } => {
                 self.check_change(*offset, *length)?;

@@ -156,6 +156,9 @@ pub enum IoError {
     /// Writing has stopped for good after an earlier failure.
     #[error("writing has stopped: {0}")]
     Stopped(&'static str),
+    /// Writes that had completed were lost when the disk was opened again, and this flush is the one that has to say so.
+    #[error("writes that had completed were lost: the host failed to make them durable")]
+    Lost,
     /// The host failed.
     #[error("cannot {doing} at host offset {host_offset:#x}: {}", io::Error::from_raw_os_error(*errno))]
     Host {
@@ -171,7 +174,7 @@ pub enum IoError {
 /// What a failure of a request is a failure of; see docs/adr/0008-ownership.md.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorClass {
-    /// The guest asked for what cannot be: the answer is an error, now and the next time.
+    /// The guest has to know: it asked for what cannot be, or a flush cannot keep its promise. Trying again is no answer.
     Guest,
     /// The host is out of space. The request can be made again once there is some.
     NoSpace,
@@ -184,7 +187,9 @@ impl IoError {
     #[must_use]
     pub fn class(&self) -> ErrorClass {
         match self {
-            Self::OutOfRange { .. } | Self::ReadOnly | Self::Unsupported(_) => ErrorClass::Guest,
+            Self::OutOfRange { .. } | Self::ReadOnly | Self::Unsupported(_) | Self::Lost => {
+                ErrorClass::Guest
+            }
             Self::NoSpace => ErrorClass::NoSpace,
             Self::Corrupt { .. } | Self::Stopped(_) | Self::Host { .. } => ErrorClass::Host,
         }

@@ -55,7 +55,7 @@ pub use disk::{Completion, Disk, Op, Request};
 pub use error::{Error, ErrorClass, ErrorKind, IoError};
 pub use io::HostCounts;
 pub use online::{Job, JobError, JobHandle, JobProgress, JobState};
-pub use options::{DetectZeroes, DiskOptions, IoEngine, ThreadStart};
+pub use options::{DetectZeroes, DiskOptions, IoEngine, Losses, ThreadStart};
 pub use statistics::{DiskStatistics, KindTotals, RequestKind, render_prometheus};
 pub use throttle::{
     Burst, Directions, Limit, Limits, LimitsError, MAX_BURST_SECONDS, MAX_RATE, Throttle,

@@ -1,6 +1,7 @@
 //! How a disk works, beside which files it is made of: what moves its bytes, what it spares, what it may use.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -61,6 +62,9 @@ pub struct DiskOptions {
     /// Own the top image by a lease beside it while the disk is open, and over the death of this process. Without one the disk still
     /// respects the lease of another. Nothing for a disk that is read only, or on a block device.
     pub lease: Option<LeaseRequest>,
+    /// What a disk that was opened with these options, or with a clone of them, could not make durable before it was closed. The next
+    /// one tells its guest by failing its first flush.
+    pub losses: Losses,
     /// Counters to go on with; new ones unless given. Only those that are given tell the allocated bytes.
     pub statistics: Option<Arc<DiskStatistics>>,
     /// What the caches of tables may take, together with those of other disks.
@@ -70,6 +74,20 @@ pub struct DiskOptions {
     pub commit_below: bool,
     /// Run first by each thread of [`IoEngine::Threads`]: a sandbox narrows itself there.
     pub thread_start: Option<ThreadStart>,
+}
+
+/// Whether completed writes were lost of which the guest has not heard.
+#[derive(Clone, Debug, Default)]
+pub struct Losses(Arc<AtomicBool>);
+
+impl Losses {
+    pub(crate) fn note(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn take(&self) -> bool {
+        self.0.swap(false, Ordering::AcqRel)
+    }
 }
 
 /// What a thread does first.

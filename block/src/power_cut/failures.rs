@@ -18,7 +18,9 @@ use super::replay::agreed;
 use super::scene::{Random, Scene, is_dirty};
 use crate::image::{self, Shrink, Unwatched};
 use crate::io::tape::{self, Event, Failure, Fault, Kind, Tape};
-use crate::{Backing, Buffers, Disk, DiskSpec, Format, IoEngine, Job, Op};
+use crate::{
+    Backing, Buffers, Disk, DiskOptions, DiskSpec, Format, IoEngine, IoError, Job, Op, Request,
+};
 
 /// One failure in so many is judged by QEMU as well.
 const SAMPLE: usize = 25;
@@ -290,5 +292,42 @@ fn a_flush_that_failed_once_never_succeeds_again() {
         );
         assert!(disk.close().is_err());
         tape::eject();
+    }
+}
+
+#[test]
+fn a_disk_opened_again_after_a_loss_fails_the_flushes_that_were_kept_and_then_goes_on() {
+    let scene = Scene::plain(false, true);
+    for engine in [IoEngine::Inline, IoEngine::Threads] {
+        let options = DiskOptions::from(engine);
+        let open = || Disk::open_with(&scene.spec, options.clone()).unwrap();
+        let tape = tape::insert();
+        let mut disk = open();
+        let buffers = Buffers::from_vec(vec![1; 4096]);
+        disk.execute(&Op::Write { offset: 0, buffers }).unwrap();
+        tape.borrow_mut().fail = Some(Failure {
+            of: Some(Kind::Sync),
+            after: 0,
+            times: 1,
+            fault: Fault::Errno(libc::EIO),
+        });
+        disk.execute(&Op::Flush).unwrap_err();
+        disk.close().unwrap_err();
+        tape::eject();
+        // It may be closed without having heard of a flush.
+        open().close().unwrap();
+        let mut disk = open();
+        for tag in [1, 2] {
+            disk.submit(Request { tag, op: Op::Flush });
+        }
+        let mut completions = Vec::new();
+        disk.poll(&mut completions);
+        let told: Vec<_> = completions.iter().map(|c| c.result.clone()).collect();
+        assert_eq!(told, [Err(IoError::Lost), Err(IoError::Lost)]);
+        disk.execute(&Op::Flush).unwrap();
+        disk.close().unwrap();
+        let mut disk = open();
+        disk.execute(&Op::Flush).unwrap();
+        disk.close().unwrap();
     }
 }

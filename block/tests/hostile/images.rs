@@ -324,7 +324,7 @@ impl Kitchen {
                     },
                     name: "base.raw".into(),
                 };
-                let new = (choices.byte() % 2 == 0).then_some(&new);
+                let new = choices.byte().is_multiple_of(2).then_some(&new);
                 let _ = image::rebase(spec, new, patience);
             }
             7 => {

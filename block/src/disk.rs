@@ -149,7 +149,7 @@ pub struct Disk {
     pub(crate) executor: Executor<Core, Work, Outcome>,
     /// What transfers wait in; absent with the inline engine.
     pub(crate) queue: Option<Arc<Queue>>,
-    /// What is waited for a time with: absent with the inline engine, unless there are limits or a job has been begun.
+    /// What is waited for a time with: absent with the inline engine, unless there are limits or layers to be merged.
     pub(crate) timer: Option<Arc<Timer>>,
     /// Requests that a limit holds up.
     admission: Option<Admission>,
@@ -211,7 +211,9 @@ impl Disk {
             }
         };
         let mut disk = Self::new_counting(chain, spec, queue, statistics, &options);
-        if disk.queue.is_some() || options.throttle.is_some() {
+        // A job may be begun later, where a sandbox allows no new descriptors any more.
+        let has_layers = !spec.read_only && disk.core().chain.layer(1).is_some();
+        if disk.queue.is_some() || options.throttle.is_some() || has_layers {
             let timer = Timer::new().map_err(|e| Error::io(path, "make a timer for", e))?;
             let timer = Arc::new(timer);
             let throttle = options.throttle.as_ref();

@@ -36,11 +36,16 @@ mod options;
 mod qcow2;
 mod raw;
 mod statistics;
+mod sync;
 mod task;
 mod throttle;
 mod timer;
+#[cfg(test)]
+mod timer_tests;
 mod zeroes;
 
+#[cfg(test)]
+mod model;
 #[cfg(test)]
 mod power_cut;
 

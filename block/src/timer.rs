@@ -4,13 +4,13 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::time::{
     ClockId, Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec,
 };
+
+use super::sync::{AtomicU64, Mutex, MutexGuard, Ordering, PoisonError};
 
 const NANOS: u64 = 1_000_000_000;
 const NEVER: u64 = u64::MAX;
@@ -146,38 +146,5 @@ impl Timer {
         {
             tracing::error!(%error, "cannot set the timer of a disk: what waits for a limit goes on with the next request");
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use rustix::event::Timespec as Wait;
-
-    fn readable(timer: &Timer, patience_ms: i64) -> bool {
-        let fd = timer.fd();
-        let mut poll = [PollFd::new(&fd, PollFlags::IN)];
-        let wait = Wait {
-            tv_sec: patience_ms / 1000,
-            tv_nsec: patience_ms % 1000 * 1_000_000,
-        };
-        rustix::event::poll(&mut poll, Some(&wait)).unwrap() == 1
-    }
-
-    #[test]
-    fn the_earliest_alarm_makes_it_readable_and_the_others_stay() {
-        let timer = Timer::new().unwrap();
-        let later = now() + 3_600 * NANOS;
-        timer.set(Alarm::Job, Some(later));
-        assert!(!readable(&timer, 0));
-        assert!(!timer.clear_due());
-        timer.set(Alarm::Limit, Some(now() + 2_000_000));
-        assert!(readable(&timer, 5_000));
-        assert!(timer.clear_due());
-        assert!(!readable(&timer, 0));
-        timer.set(Alarm::Job, Some(0));
-        assert!(readable(&timer, 5_000));
-        timer.set(Alarm::Job, None);
-        assert!(!readable(&timer, 0));
     }
 }

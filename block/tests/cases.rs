@@ -1,4 +1,28 @@
 //! Cases that gave trouble in some engine, each made with QEMU's tools and compared with them.
+//!
+//! | case | test |
+//! |---|---|
+//! | write-zeroes over a backing | `zeroes_over_a_backing_read_zero_and_neighbours_keep_the_base` |
+//! | discard over a backing, both versions | `a_discard_never_exposes_the_base` |
+//! | base of odd length, COW at its tail | `copy_on_write_at_the_tail_of_a_base_of_odd_length_copies_the_tail_and_zeros` |
+//! | relative backing path | `a_header_named_chain_is_relative_to_the_image_not_to_the_working_directory` |
+//! | loops, a chain of 40 | `a_loop_and_a_chain_that_is_too_deep_are_refused` |
+//! | all refcount widths, all cluster sizes | `model.rs`: `every_refcount_width_counts`, `every_cluster_size_holds_what_was_written` |
+//! | compressed clusters overwritten in part | `model.rs`: `compressed_clusters_are_read_and_can_be_overwritten_in_part` |
+//! | killed writer with lazy refcounts | `refcounts_that_a_killed_lazy_writer_left_behind_are_put_right_before_the_first_write` |
+//! | unknown feature bits | `unknown_incompatible_bits_are_refused_and_other_unknown_bits_are_not` |
+//! | an L2 entry that points at the L1 table | `a_guest_cluster_that_points_at_metadata_is_never_written` |
+//! | hostile headers | `a_hostile_header_is_refused_before_memory_is_taken`; `hostile.rs` |
+//! | internal snapshot, then write and discard | `model.rs`: `an_image_with_an_internal_snapshot_keeps_both_states` |
+//! | grow over an L1 boundary, shrink | `power_cut`: `no_cut_harms_a_disk_that_grows`, `…_is_made_smaller`; `jobs.rs` |
+//! | discard returns host blocks; no growth | `model.rs`: `discarded_space_comes_back_to_the_host`, `writing_and_discarding_for_long_…` |
+//! | extended L2 | `a_small_write_to_an_image_with_subclusters_takes_one_subcluster`; `model.rs` |
+//! | 5000 × (write 4k, flush) | `model.rs`: `small_writes_with_flushes_do_not_grow_the_file` |
+//! | four submitters | `races.rs`: `four_submitters_of_allocating_writes_and_flushes_leave_a_sound_image` |
+//! | failpoint between unmap and punch | `power_cut`: `a_cluster_is_not_used_again_before_its_hole_is_punched` |
+//! | 10⁶ random operations, audited | `model.rs`: `very_many_random_operations_never_confuse_the_states_of_clusters` |
+//! | nth call fails, ENOSPC | `power_cut::failures` |
+//! | O_DIRECT, 512-byte requests, odd pieces | `model.rs`: `a_direct_image_takes_requests_of_many_odd_pieces` |
 
 mod common;
 

@@ -4,12 +4,14 @@
 mod common;
 
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use common::{
     Folder, Random, TestDisk, allocated, assert_clean, contents, layer, qemu_img, qemu_io, spec,
     text,
 };
-use drover_block::{Cache, DiskSpec, Format, Layer};
+use drover_block::{Buffers, Cache, DiskSpec, Format, Layer, Op, RawSlice};
 
 /// Runs `count` random requests and checks every read; the disk is closed and opened again now and then.
 fn exercise(spec: &DiskSpec, model: &mut [u8], count: u32, seed: u64, longest: u64) {
@@ -427,6 +429,92 @@ fn writing_and_discarding_for_long_never_grows_the_file_past_the_disk() {
 }
 
 #[test]
+fn very_many_random_operations_never_confuse_the_states_of_clusters() {
+    let text_of = std::env::var("BLOCK_OPERATIONS").ok();
+    let count: u32 = text_of.and_then(|text| text.parse().ok()).unwrap_or(6000);
+    // Every step of a cluster from one state to another is audited; a wrong one ends all writing.
+    for (n, options) in [
+        "cluster_size=4k",
+        "cluster_size=512,refcount_bits=1",
+        "compat=0.10",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let folder = Folder::new();
+        let top = folder.path("top.qcow2");
+        qemu_img(&[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-o",
+            options,
+            text(&top),
+            "512k",
+        ]);
+        let spec = spec(&top, Format::Qcow2, &[]);
+        let mut model = vec![0; 512 << 10];
+        let (mut left, mut seed) = (count / 3, 1000 * (n as u64 + 1));
+        while left > 0 {
+            let now = left.min(20_000);
+            exercise(&spec, &mut model, now, seed, 20_000);
+            judge(&top, &model);
+            left -= now;
+            seed += 1;
+        }
+    }
+}
+
+#[test]
+fn a_direct_image_takes_requests_of_many_odd_pieces() {
+    let folder = Folder::on_disk();
+    let top = folder.path("top.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", text(&top), "1M"]);
+    let mut spec = spec(&top, Format::Qcow2, &[]);
+    spec.top.cache = Cache::Direct;
+    let mut disk = TestDisk::open(&spec);
+    let mut model = vec![0u8; 1 << 20];
+    let mut random = Random(5);
+    for n in 0..60u64 {
+        // 512-byte requests as the guest's sectors are, in pieces of any length at any address.
+        let sectors = 1 + random.below(16);
+        let offset = random.below((1 << 20) / 512 - sectors) * 512;
+        let length = (sectors * 512) as usize;
+        let range = offset as usize..offset as usize + length;
+        let memory = Arc::new(
+            (0..length + 64)
+                .map(|_| AtomicU8::new(n as u8 + 1))
+                .collect::<Vec<_>>(),
+        );
+        let mut slices = Vec::new();
+        let mut at = 0;
+        while at < length {
+            let piece = (1 + random.below(900) as usize).min(length - at);
+            slices.push(RawSlice::new(
+                memory[at + 1..].as_ptr().cast_mut().cast(),
+                piece,
+            ));
+            at += piece;
+        }
+        // SAFETY: the slices lie in `memory`, which the buffers own, and whose atomics may be changed by others.
+        let buffers = unsafe { Buffers::from_raw(slices, Arc::clone(&memory) as _) };
+        if n % 3 == 2 {
+            disk.run(Op::Read { offset, buffers }).unwrap();
+            let seen = memory[1..=length]
+                .iter()
+                .map(|byte| byte.load(Ordering::Relaxed));
+            assert!(seen.eq(model[range].iter().copied()), "request {n}");
+        } else {
+            disk.run(Op::Write { offset, buffers }).unwrap();
+            model[range].fill(n as u8 + 1);
+        }
+    }
+    disk.close();
+    judge(&top, &model);
+}
+
+#[test]
 fn small_writes_with_flushes_do_not_grow_the_file() {
     let folder = Folder::new();
     let top = folder.path("top.qcow2");
@@ -435,7 +523,7 @@ fn small_writes_with_flushes_do_not_grow_the_file() {
     disk.fill(0, 1 << 20, 1);
     disk.flush();
     let length = std::fs::metadata(&top).unwrap().len();
-    for n in 0..500u64 {
+    for n in 0..5000u64 {
         disk.fill(n % 256 * 4096, 4096, n as u8);
         disk.flush();
     }

@@ -6,6 +6,7 @@ mod api_test;
 mod bench;
 mod check;
 mod error;
+mod fuzz;
 mod lab;
 mod process;
 mod programs;
@@ -47,6 +48,8 @@ enum Task {
     Bench(bench::Options),
     /// Formatting, lints, licences and bans
     Check,
+    /// Let the fuzz targets work for a time
+    Fuzz(fuzz::Options),
     /// Test; the last line counts what passed, failed and was skipped
     Test {
         /// What to test
@@ -89,6 +92,7 @@ fn run(task: Task) -> Result<ExitCode> {
             finish(&mut Session::open(programs.as_deref())?.command(&["demo"]))
         }
         Task::Bench(options) => bench::run(&options),
+        Task::Fuzz(options) => fuzz::run(&options),
         Task::Check => check::run().map(|()| ExitCode::SUCCESS),
         Task::Test {
             suite,

@@ -27,9 +27,14 @@ pub(crate) enum Suite {
     Lab,
     /// Unit, API and lab (block's tests are among the first)
     All,
-    /// All, with the lab's stories three times, those that take long among them
+    /// All, with the lab's stories three times, those that take long among them, and what the block tests leave to chance
+    /// tried many times more often
     Long,
+    /// The block engine's threads under ThreadSanitizer; needs a nightly compiler with the component rust-src
+    Tsan,
 }
+
+mod tsan;
 
 /// How many tests ended how.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -51,14 +56,17 @@ impl AddAssign for Counts {
 pub(crate) fn run(suite: Suite, built: Option<&Path>, filter: &[String]) -> Result<ExitCode> {
     let mut counts = Counts::default();
     match suite {
-        Suite::Unit => counts += cargo_tests(&["--workspace"], filter)?,
+        Suite::Unit => counts += cargo_tests(&["--workspace"], &[], filter)?,
         Suite::Block => {
-            counts += cargo_tests(&["-p", "drover-block", "--features", "import"], filter)?;
+            let packages = ["-p", "drover-block", "--features", "import"];
+            counts += cargo_tests(&packages, &[], filter)?;
         }
+        Suite::Tsan => counts += tsan::run(filter)?,
         Suite::Api => counts += api(&Session::open(built)?)?,
         Suite::Lab => counts += stories(&Session::open(built)?, 1, filter)?,
         Suite::All | Suite::Long => {
-            counts += cargo_tests(&["--workspace"], filter)?;
+            let more: &[_] = if suite == Suite::Long { &MORE } else { &[] };
+            counts += cargo_tests(&["--workspace"], more, filter)?;
             let session = Session::open(built)?;
             counts += api(&session)?;
             counts += stories(&session, if suite == Suite::Long { 3 } else { 1 }, filter)?;
@@ -75,8 +83,30 @@ pub(crate) fn run(suite: Suite, built: Option<&Path>, filter: &[String]) -> Resu
     })
 }
 
+/// Settings of block's tests for a long run: cuts of power, every back end at every failing call, seconds of hostile images,
+/// random operations, schedules of each model of threads.
+const MORE: [(&str, &str); 5] = [
+    ("BLOCK_POWER_CUTS", "1000000"),
+    ("BLOCK_EVERY_FAILURE", "1"),
+    ("BLOCK_HOSTILE_SECONDS", "300"),
+    ("BLOCK_OPERATIONS", "1000000"),
+    ("BLOCK_SCHEDULES", "100000"),
+];
+
+/// Options for cargo that have what block's tests do millions of times optimised, without which they take three times as long.
+const OPTIMISED: [&str; 8] = [
+    "--config",
+    "profile.dev.package.drover-block.opt-level=1",
+    "--config",
+    "profile.dev.package.miniz_oxide.opt-level=2",
+    "--config",
+    "profile.dev.package.zlib-rs.opt-level=2",
+    "--config",
+    "profile.dev.package.ruzstd.opt-level=2",
+];
+
 /// Runs cargo's tests with QEMU's tools in `PATH`, under nextest where it is installed.
-fn cargo_tests(packages: &[&str], filter: &[String]) -> Result<Counts> {
+fn cargo_tests(packages: &[&str], settings: &[(&str, &str)], filter: &[String]) -> Result<Counts> {
     let tools = setup::run()?.tools;
     let nextest = process::on_path("cargo-nextest");
     let mut command = programs::cargo();
@@ -92,7 +122,7 @@ fn cargo_tests(packages: &[&str], filter: &[String]) -> Result<Counts> {
     } else {
         command.args(["test", "--no-fail-fast", "--quiet"]);
     }
-    command.args(packages);
+    command.args(OPTIMISED).args(packages);
     if nextest {
         command.args(filter);
     } else {
@@ -100,6 +130,7 @@ fn cargo_tests(packages: &[&str], filter: &[String]) -> Result<Counts> {
     }
     command
         .env("PATH", lab::path_with(&tools))
+        .envs(settings.iter().copied())
         .stdin(Stdio::null());
     let counts = if nextest {
         nextest_counts(&mut command)?

@@ -17,7 +17,7 @@ mod pool;
 pub(crate) mod queue;
 mod ring;
 #[cfg(test)]
-mod shuffle;
+pub(crate) mod shuffle;
 pub(crate) mod sys;
 #[cfg(test)]
 pub(crate) mod tape;
@@ -39,6 +39,7 @@ use crate::buffers::{PAGE, Pages, RawSlice, Span};
 use crate::error::{Error, ErrorKind};
 use crate::lease;
 use crate::lock::{self, Access};
+use crate::sync;
 use crate::task::{Guard, Kind, RangeLock};
 
 /// What moves bytes between a descriptor and memory. Transfers may be short, as the system calls are.

@@ -10,13 +10,10 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
-
-use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use std::os::fd::RawFd;
 
 use super::queue::USUAL;
+use super::sync::{Arc, Condvar, Event, JoinHandle, Mutex, MutexGuard, PoisonError, spawn};
 use super::sys::{Call, perform};
 use crate::options::ThreadStart;
 
@@ -32,7 +29,7 @@ struct Shared {
     jobs: Mutex<Jobs>,
     work: Condvar,
     results: Mutex<Vec<(u64, i32)>>,
-    event: OwnedFd,
+    event: Event,
 }
 
 pub(super) struct Pool {
@@ -46,7 +43,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Pool {
     pub(super) fn new(start: Option<&ThreadStart>) -> io::Result<Self> {
-        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let event = Event::new()?;
         let shared = Arc::new(Shared {
             jobs: Mutex::new(Jobs {
                 waiting: VecDeque::with_capacity(USUAL),
@@ -64,7 +61,7 @@ impl Pool {
             let shared = Arc::clone(&pool.shared);
             let name = format!("block-io-{n}");
             let start = start.cloned();
-            let worker = std::thread::Builder::new().name(name).spawn(move || {
+            let worker = spawn(name, move || {
                 if let Some(start) = start {
                     start.run();
                 }
@@ -76,7 +73,7 @@ impl Pool {
     }
 
     pub(super) fn event(&self) -> RawFd {
-        self.shared.event.as_raw_fd()
+        self.shared.event.fd()
     }
 
     /// Queues a call. Its memory must stay valid until its result is there, which [`super::queue`] sees to.
@@ -92,8 +89,7 @@ impl Pool {
                 let mut there = lock(&self.shared.results);
                 if !there.is_empty() {
                     // Written once since the list was empty; clearing it under the lock loses no later one.
-                    let mut count = [0; 8];
-                    rustix::io::read(&self.shared.event, &mut count)?;
+                    self.shared.event.clear()?;
                     results.append(&mut there);
                     return Ok(());
                 }
@@ -101,14 +97,7 @@ impl Pool {
             if !wait {
                 return Ok(());
             }
-            let mut poll = [PollFd::from_borrowed_fd(
-                self.shared.event.as_fd(),
-                PollFlags::IN,
-            )];
-            match rustix::event::poll(&mut poll, None) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
-            }
+            self.shared.event.wait()?;
         }
     }
 }
@@ -144,8 +133,7 @@ fn work(shared: &Shared) {
         let result = perform(&call);
         let mut results = lock(&shared.results);
         if results.is_empty() {
-            // The counter is far from overflowing, the only way to fail.
-            let _ = rustix::io::write(&shared.event, &1u64.to_ne_bytes());
+            shared.event.raise();
         }
         results.push((token, result));
     }

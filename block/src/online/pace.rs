@@ -190,8 +190,7 @@ impl Running {
 }
 
 impl Disk {
-    /// Begins a job. It goes on whenever the disk is polled; [`Disk::timer`], which may be there only from now on, says when that
-    /// is worthwhile.
+    /// Begins a job. It goes on whenever the disk is polled; [`Disk::timer`] says when that is worthwhile.
     ///
     /// # Errors
     /// [`ErrorKind::Job`]: another job is under way, or the disk is not one that the job could be done on.

@@ -17,6 +17,7 @@ use super::promise::Promise;
 use super::replay::agreed;
 use super::scene::{Random, Scene, is_dirty};
 use crate::image::{self, Shrink, Unwatched};
+use crate::io::shuffle::HOLDS_PUNCHES;
 use crate::io::tape::{self, Event, Failure, Fault, Kind, Tape};
 use crate::{
     Backing, Buffers, Disk, DiskOptions, DiskSpec, Format, IoEngine, IoError, Job, Op, Request,
@@ -292,6 +293,66 @@ fn a_flush_that_failed_once_never_succeeds_again() {
         );
         assert!(disk.close().is_err());
         tape::eject();
+    }
+}
+
+#[test]
+fn a_cluster_is_not_used_again_before_its_hole_is_punched() {
+    for seed in 0..40 {
+        let scene = Scene::plain(false, false);
+        let mut disk =
+            Disk::open_shuffled_with(&scene.spec, seed, &DiskOptions::default()).unwrap();
+        let write = |offset, value| Op::Write {
+            offset,
+            buffers: Buffers::from_vec(vec![value; 8192]),
+        };
+        disk.execute(&write(0, 1)).unwrap();
+        disk.execute(&Op::Flush).unwrap();
+        let discard = Op::Discard {
+            offset: 0,
+            length: 8192,
+        };
+        disk.execute(&discard).unwrap();
+        HOLDS_PUNCHES.set(true);
+        // The flush lets the clusters go; writes elsewhere want clusters meanwhile, and the one of the discard itself as well.
+        for (tag, op) in [
+            Op::Flush,
+            write(16384, 2),
+            write(32768, 3),
+            write(0, 4),
+            Op::Flush,
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            disk.submit(Request {
+                tag: tag as u64,
+                op,
+            });
+            for _ in 0..seed {
+                disk.step(true);
+            }
+        }
+        for _ in 0..200 {
+            disk.step(true);
+        }
+        HOLDS_PUNCHES.set(false);
+        let mut completions = Vec::new();
+        while disk.in_flight() > 0 {
+            disk.step(true);
+            disk.poll(&mut completions);
+        }
+        assert!(completions.len() == 5 && completions.iter().all(|c| c.result.is_ok()));
+        disk.close().unwrap();
+        let seen = scene.read_all();
+        for (offset, value) in [(0, 4), (16384, 2), (32768, 3)] {
+            let data = &seen[offset..offset + 8192];
+            assert!(
+                data.iter().all(|byte| *byte == value),
+                "seed {seed}: {offset}"
+            );
+        }
+        assert_eq!(agreed(&scene.spec.top.path), (0, 0));
     }
 }
 

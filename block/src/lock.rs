@@ -17,6 +17,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
 use crate::io::sys;
@@ -50,11 +51,46 @@ impl Access {
     }
 }
 
+/// How long a lock is waited for that may be that of a killed process: the host lets go of its transfers a little later than of
+/// the process.
+const PATIENCE: Duration = Duration::from_millis(200);
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
+
 /// Locks the file of `fd` until it is closed.
 ///
 /// # Errors
 /// Another process uses the file in a way that excludes this one, or the file system has no such locks.
 pub(crate) fn acquire(path: &Path, fd: BorrowedFd<'_>, access: Access) -> Result<(), Error> {
+    match attempt(path, fd, access) {
+        Err(error)
+            if matches!(error.kind, ErrorKind::Locked(_))
+                && is_free_within(fd, access, PATIENCE) =>
+        {
+            attempt(path, fd, access)
+        }
+        other => other,
+    }
+}
+
+/// Waits until nobody has a lock that excludes `access`. Takes none itself, so that it disturbs nobody.
+pub(crate) fn is_free_within(fd: BorrowedFd<'_>, access: Access, patience: Duration) -> bool {
+    let others = |base: i64, permissions: &[i64]| {
+        let locked = |n: &i64| sys::ofd_is_locked(fd, base + n).unwrap_or(true);
+        permissions.iter().any(locked)
+    };
+    let end = Instant::now() + patience;
+    loop {
+        if !others(FORBID_BASE, access.uses()) && !others(PERMISSION_BASE, access.forbids()) {
+            return true;
+        }
+        if Instant::now() >= end {
+            return false;
+        }
+        std::thread::sleep(LOOK_AGAIN);
+    }
+}
+
+fn attempt(path: &Path, fd: BorrowedFd<'_>, access: Access) -> Result<(), Error> {
     let host = |error| Error::io(path, "lock it", error);
     // All locks first, then all tests: of two that come at once, at least one sees the other.
     for n in access.uses() {

@@ -6,7 +6,7 @@
 //! | 1 | the host, or something on it, is at fault |
 //! | 2 | the input is: an argument, a definition, something it names |
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -75,7 +75,14 @@ impl Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
+        // One line, whatever the names in it: a file's name may hold line breaks, and what a terminal obeys.
+        for c in self.message.chars() {
+            match c.is_control() {
+                true => write!(f, "{}", c.escape_default())?,
+                false => f.write_char(c)?,
+            }
+        }
+        Ok(())
     }
 }
 
@@ -86,5 +93,16 @@ impl From<drover_worker::Error> for Failure {
             message: error.to_string(),
             file: None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_is_one_line_whatever_the_names_in_it() {
+        let failure = Failure::input("a\nb\u{1b}[2J: does not exist, é");
+        assert_eq!(failure.to_string(), "a\\nb\\u{1b}[2J: does not exist, é");
     }
 }

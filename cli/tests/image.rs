@@ -367,3 +367,44 @@ fn snapshots_are_listed_with_their_dates() {
         "{seen}"
     );
 }
+
+#[test]
+fn a_snapshot_that_would_be_one_layer_too_many_is_refused_and_leaves_the_disk_usable() {
+    let scene = Scene::new();
+    let mut top = "top.qcow2".to_owned();
+    let depth = |top: &str| {
+        let out = scene.ok(&format!(
+            "--output json info {top} --format qcow2 --allow-backing --chain"
+        ));
+        out.matches("allocated_bytes").count()
+    };
+    for n in depth(&top)..drover_block::MAX_LAYERS {
+        let next = format!("s{n}.qcow2");
+        scene.ok(&format!("snapshot {top} {next} --format qcow2"));
+        top = next;
+    }
+    assert_eq!(depth(&top), drover_block::MAX_LAYERS);
+    let output = scene.run(&format!("snapshot {top} toomany.qcow2 --format qcow2"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{errors}");
+    assert!(errors.contains("commit or flatten it first"), "{errors}");
+    assert!(!scene.path("toomany.qcow2").exists());
+    scene.ok(&format!("flatten {top} --format qcow2 --allow-backing"));
+}
+
+#[test]
+fn what_is_no_file_is_told_so_in_every_cache_mode() {
+    let scene = Scene::new();
+    for line in [
+        "bench /dev/zero --format raw --count 1",
+        "bench /dev/zero --format raw --count 1 --cache buffered",
+        "info /dev/zero --format raw",
+    ] {
+        let output = scene.run(line);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            errors.contains("/dev/zero: not a regular file or block device"),
+            "{line}: {errors}"
+        );
+    }
+}

@@ -10,6 +10,7 @@
 //!
 //! Nothing of the guest's data path passes here, except the serial console, whose bytes come in batches.
 
+mod clock;
 mod disks;
 mod exchange;
 mod jobs;
@@ -26,8 +27,8 @@ use drover_api::types::{
 use drover_devices::platform::PowerRequest;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use tokio::sync::broadcast;
-use vmm_sys_util::timerfd::TimerFd;
 
+use self::clock::Clock;
 use self::exchange::Exchanges;
 use self::jobs::Jobs;
 use crate::console::ConsoleWatch;
@@ -84,7 +85,7 @@ pub struct Control {
     mailbox: Mailbox,
     inbox: Inbox,
     signals: TerminationSignals,
-    deadline: TimerFd,
+    deadline: Clock,
     deadline_at: Option<Instant>,
     threads: ThreadStarter,
     timeline: Timeline,
@@ -119,10 +120,8 @@ impl Control {
     /// # Errors
     /// No more descriptors.
     pub fn new(setup: Setup) -> Result<Self, ControlError> {
-        let deadline =
-            TimerFd::new().map_err(|errno| ControlError::Descriptor("timer", errno.into()))?;
-        let ticks =
-            TimerFd::new().map_err(|errno| ControlError::Descriptor("timer", errno.into()))?;
+        let timer = || Clock::new().map_err(|error| ControlError::Descriptor("timer", error));
+        let (deadline, ticks) = (timer()?, timer()?);
         let console = ConsoleWatch::new()
             .map_err(|error| ControlError::Descriptor("descriptor for the console", error))?;
         Ok(Self {
@@ -298,11 +297,7 @@ impl Control {
             return;
         }
         self.deadline_at = Some(at);
-        // Zero would disarm the timer.
-        if let Err(error) = self
-            .deadline
-            .reset(timeout.max(Duration::from_micros(1)), None)
-        {
+        if let Err(error) = self.deadline.set(timeout, None) {
             tracing::error!(%error, "no timer for the shutdown's deadline, forcing it now");
             self.internal(Input::Deadline);
         }
@@ -507,8 +502,7 @@ impl MutEventSubscriber for Control {
                     self.handle(message);
                 }
             }
-            source::DEADLINE => {
-                let _ = self.deadline.wait();
+            source::DEADLINE if self.deadline.rang() => {
                 self.deadline_at = None;
                 self.internal(Input::Deadline);
             }

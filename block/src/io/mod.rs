@@ -28,6 +28,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom};
 
@@ -175,6 +176,8 @@ impl Drop for BlockFile {
 
 /// The longest run of zeros written at once where the host cannot zero a range by itself.
 const ZERO_CHUNK: usize = 256 * 1024;
+/// How long the transfers of a process that was killed may go on.
+const LAST_TRANSFERS: Duration = Duration::from_secs(3);
 
 impl BlockFile {
     /// Opens an existing regular file or block device.
@@ -237,7 +240,17 @@ impl BlockFile {
 
     /// [`BlockFile::lock`] for an image over which `above` lies, which may be committed to it.
     pub(crate) fn lock_below(&self, access: Access, above: Option<&Path>) -> Result<(), Error> {
-        self.lock_only(access)?;
+        match self.lock_only(access) {
+            // What a killed holder had under way ends soon, and its lock with it.
+            Err(error)
+                if matches!(error.kind, ErrorKind::Locked(_))
+                    && lease::holder_has_died(&self.path)
+                    && lock::is_free_within(self.fd(), access, LAST_TRANSFERS) =>
+            {
+                self.lock_only(access)?;
+            }
+            other => other?,
+        }
         if access == Access::Write && !self.is_device {
             lease::check(&self.path, above)?;
         }
@@ -535,11 +548,16 @@ pub(crate) fn open_error(
     writable: bool,
     errno: rustix::io::Errno,
 ) -> Error {
-    if errno == rustix::io::Errno::INVAL && cache == Cache::Direct {
-        return Error::new(path, ErrorKind::NoDirectIo);
-    }
     if errno == rustix::io::Errno::ISDIR {
         return Error::new(path, ErrorKind::NotAFile);
+    }
+    if errno == rustix::io::Errno::INVAL && cache == Cache::Direct {
+        // What is no file has no direct I/O either, and another cache mode would not help.
+        let kind = match rustix::fs::stat(path).map(|stat| FileType::from_raw_mode(stat.st_mode)) {
+            Ok(FileType::RegularFile | FileType::BlockDevice) | Err(_) => ErrorKind::NoDirectIo,
+            Ok(_) => ErrorKind::NotAFile,
+        };
+        return Error::new(path, kind);
     }
     let doing = if writable {
         "open it for writing"

@@ -85,6 +85,17 @@ impl Slot {
         read(&self.path).map_err(|e| Error::io(&self.path, "read the lease", e))
     }
 
+    /// The open file of a lease of this process; `None` if it is not `wanted` any more.
+    pub(super) fn open_again(&self, wanted: &Found) -> Result<Option<OwnedFd>, Error> {
+        let open = || {
+            let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+            let file = std::fs::File::from(rustix::fs::open(&self.path, flags, Mode::empty())?);
+            let seen = understand(&file)?;
+            Ok(same(&seen, wanted).then(|| file.into()))
+        };
+        open().map_err(|e: io::Error| io_error(&self.path, "open the lease again", e))
+    }
+
     /// Takes away what one left behind who wanted to take the image.
     pub(super) fn forget_next(&self) -> Result<(), Error> {
         match rustix::fs::unlink(self.next()) {
@@ -211,13 +222,18 @@ pub(super) fn overwrite(file: &OwnedFd, lease: &Lease) -> io::Result<()> {
 }
 
 fn read(path: &Path) -> io::Result<Found> {
-    use std::io::Read as _;
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = match rustix::fs::open(path, flags, Mode::empty()) {
         Ok(file) => std::fs::File::from(file),
         Err(Errno::NOENT) => return Ok(Found::Nothing),
         Err(errno) => return Err(errno.into()),
     };
+    understand(&file)
+}
+
+/// What an open file says, read from its beginning.
+fn understand(file: &std::fs::File) -> io::Result<Found> {
+    use std::io::Read as _;
     if !file.metadata()?.is_file() {
         return Ok(Found::Damaged("it is no regular file".into()));
     }

@@ -101,6 +101,25 @@ pub fn read(image: &Path) -> Result<Option<(Lease, LeaseStanding)>, Error> {
     Ok(Some((lease, standing)))
 }
 
+/// Whether the lease of an image is held by a process that is known to have ended.
+pub(crate) fn holder_has_died(image: &Path) -> bool {
+    let ended = || {
+        let slot = Slot::of(image).ok()?;
+        let place = here(&slot).ok()?;
+        let Found::Lease(Lease {
+            holder: Some(holder),
+            ..
+        }) = slot.read().ok()?
+        else {
+            return None;
+        };
+        // A process of another container is not seen, whether it has ended or not.
+        let visible = (holder.boot, holder.pid_namespace) == (place.boot, place.pid_namespace);
+        Some(visible && place.judge(&holder, record::started) == Verdict::Gone)
+    };
+    ended().unwrap_or(false)
+}
+
 /// Whether somebody on this host has an image open for writing.
 fn is_written(image: &Path) -> bool {
     BlockFile::open(image, Cache::Buffered, false)
@@ -262,18 +281,31 @@ pub(crate) fn take(image: &Path, request: &LeaseRequest) -> Result<Held, Error> 
 fn take_from(slot: &Slot, request: &LeaseRequest, place: &Place) -> Result<Held, Error> {
     let found = slot.read()?;
     admit(slot, &found, place, None)?;
-    let own = is_own(&found, place);
-    let epoch = epoch_of(&found).saturating_add(u64::from(!own));
-    let lease = Lease {
-        holder: Some(place.holder(&request.owner)),
-        ..Lease::free(epoch)
-    };
-    let file = replace(slot, &found, &lease, place)?;
-    Ok(Held {
+    let holder = place.holder(&request.owner);
+    let held = |file, lease| Held {
         file,
         lease,
         keep: Cell::new(false),
-    })
+    };
+    let own = is_own(&found, place);
+    if own
+        && let Found::Lease(lease) = &found
+        && lease
+            .holder
+            .as_ref()
+            .is_some_and(|seen| seen.owner == holder.owner)
+        && let Some(file) = slot.open_again(&found)?
+    {
+        // Nothing is written: a disk that is changed while it is in use comes back on a full file system, too.
+        return Ok(held(file, lease.clone()));
+    }
+    let epoch = epoch_of(&found).saturating_add(u64::from(!own));
+    let lease = Lease {
+        holder: Some(holder),
+        ..Lease::free(epoch)
+    };
+    let file = replace(slot, &found, &lease, place)?;
+    Ok(held(file, lease))
 }
 
 fn is_own(found: &Found, place: &Place) -> bool {

@@ -332,3 +332,73 @@ fn times_are_told_in_utc() {
         assert_eq!(record::utc(time), text);
     }
 }
+
+#[test]
+fn the_last_transfers_of_a_holder_that_was_killed_are_waited_for() {
+    let scene = Scene::new();
+    let image = scene.slot.image().to_owned();
+    let mut child = std::process::Command::new("true").spawn().unwrap();
+    child.wait().unwrap();
+    let killed = LeaseHolder {
+        pid: child.id(),
+        started: 1,
+        ..holder()
+    };
+    let held = |holder| Lease {
+        holder: Some(holder),
+        ..Lease::free(1)
+    };
+    // Longer than a lock is waited for that anybody may have.
+    let busy = std::time::Duration::from_millis(600);
+    let open = || BlockFile::open(&image, Cache::Buffered, true).unwrap();
+
+    scene.put(&held(killed));
+    let lingering = open();
+    lingering.lock_only(Access::Write).unwrap();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| open().lock(Access::Write));
+        std::thread::sleep(busy);
+        assert!(!waiting.is_finished());
+        drop(lingering);
+        waiting.join().unwrap().unwrap();
+    });
+
+    // Of one that runs, here another holder than the one who locks, nothing is waited for that long.
+    scene.put(&Lease::free(1));
+    let using = open();
+    using.lock_only(Access::Write).unwrap();
+    let began = std::time::Instant::now();
+    open().lock(Access::Write).unwrap_err();
+    assert!(began.elapsed() < std::time::Duration::from_secs(2));
+    drop(using);
+    open().lock(Access::Write).unwrap();
+}
+
+#[test]
+fn the_holder_goes_on_with_its_lease_without_writing_anything() {
+    use std::os::unix::fs::MetadataExt;
+    let scene = Scene::new();
+    let file = || std::fs::metadata(scene.slot.path()).unwrap().ino();
+    let held = take_from(&scene.slot, &request(), &place()).unwrap();
+    held.keep();
+    drop(held);
+    let (before, lease) = (file(), scene.lease());
+    // As on a full file system: no step that writes may be made.
+    cut::STEPS_LEFT.set(Some(0));
+    let again = take_from(&scene.slot, &request(), &place());
+    cut::STEPS_LEFT.set(None);
+    let again = again.unwrap();
+    assert_eq!((file(), scene.lease()), (before, lease));
+    assert!(again.is_ours());
+    drop(again);
+    assert_eq!(scene.lease().holder, None);
+    // Another owner of this process has it written anew.
+    let held = take_from(&scene.slot, &request(), &place()).unwrap();
+    held.keep();
+    let other = LeaseRequest {
+        owner: "vm three".into(),
+    };
+    let other = take_from(&scene.slot, &other, &place()).unwrap();
+    assert_eq!(scene.lease().holder.unwrap().owner, "vm three");
+    drop((held, other));
+}

@@ -6,7 +6,8 @@ use std::thread::JoinHandle;
 
 use clap::{Args, ValueEnum};
 use drover_api::socket::{SocketError, bind_socket};
-use drover_block::{Cache, Disk, IoEngine};
+use drover_block::lease::LeaseRequest;
+use drover_block::{Cache, Disk, DiskOptions, IoEngine};
 use drover_devices::termination::TerminationSignals;
 use drover_devices::thread::{ThreadRole, Threads};
 use drover_devices::vhost_user::export::{Crashes, serve};
@@ -40,6 +41,9 @@ pub(crate) struct Export {
     /// next export after this process was killed.
     #[arg(long)]
     crash_safe: bool,
+    /// Do without a lease, for a folder that cannot be written.
+    #[arg(long)]
+    no_lease: bool,
     /// The serial number that guests see, at most 20 bytes.
     #[arg(long, default_value = "drover")]
     serial: String,
@@ -82,7 +86,14 @@ pub(crate) fn export(args: &Export) -> Result<(), Failure> {
         Some(Mover::Threads) => IoEngine::Threads,
         None => IoEngine::asynchronous(),
     };
-    let disk = Disk::open_with(&spec, engine).map_err(failure)?;
+    let options = DiskOptions {
+        engine,
+        lease: (!args.no_lease).then(|| LeaseRequest {
+            owner: "image export".to_owned(),
+        }),
+        ..DiskOptions::default()
+    };
+    let disk = Disk::open_with(&spec, options).map_err(failure)?;
     let (listener, _guard) = bind_socket(&args.vhost_user_blk).map_err(|error| match error {
         SocketError::Io { .. } => Failure::host(error.to_string()),
         _ => Failure::input(error.to_string()),

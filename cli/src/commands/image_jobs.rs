@@ -8,7 +8,7 @@ use drover_api::definition::ByteSize;
 use drover_block::image::{
     self, Comparison, Compression, ConvertOptions, CreateOptions, MapEntry, NewBacking,
 };
-use drover_block::{Backing, Cache, Format};
+use drover_block::{Backing, Cache, Format, MAX_LAYERS};
 
 use super::image::Look;
 use super::image_chain::{Chain, Pace, Watch, done, failure, layers, spec, stored_name};
@@ -214,6 +214,7 @@ pub(crate) fn convert(args: &Convert, mode: OutputMode) -> Result<(), Failure> {
 
 pub(crate) fn snapshot(args: &Snapshot, mode: OutputMode) -> Result<(), Failure> {
     let info = image::info(&args.path, args.format.into()).map_err(failure)?;
+    check_depth(args)?;
     let below = stored_name(&args.overlay, &args.path)?;
     let options = CreateOptions {
         backing: Some((below, args.format.into())),
@@ -221,6 +222,20 @@ pub(crate) fn snapshot(args: &Snapshot, mode: OutputMode) -> Result<(), Failure>
     };
     image::create_qcow2(&args.overlay, &options).map_err(failure)?;
     done(mode, &args.overlay, "is the disk from now on")
+}
+
+/// Refuses an overlay that nobody could open, as far as the chain can be followed by its headers.
+fn check_depth(args: &Snapshot) -> Result<(), Failure> {
+    let chain = spec(&args.path, args.format, Vec::new(), true);
+    match image::info_chain(&chain) {
+        Ok(layers) if layers.len() >= MAX_LAYERS => Err(Failure::input(format!(
+            "{}: it has as many layers as a disk can have, {MAX_LAYERS}: commit or flatten it first",
+            args.path.display()
+        ))
+        .about(&args.path)),
+        // Layers in other folders have to be listed by whoever opens it, and are counted then.
+        _ => Ok(()),
+    }
 }
 
 pub(crate) fn commit(args: &ChainJob, mode: OutputMode) -> Result<(), Failure> {

@@ -526,7 +526,12 @@ fn remove(overlays: &[Overlay]) {
         if let Err(error) = fs::remove_file(&overlay.after.path) {
             let path = overlay.after.path.display();
             tracing::warn!(%path, %error, "an overlay that is not used stays behind");
+            continue;
         }
+        // Free, if it got one before another disk's overlay could not be opened.
+        let mut lease = overlay.after.path.clone().into_os_string();
+        lease.push(".lease");
+        let _ = fs::remove_file(lease);
     }
 }
 

@@ -14,9 +14,9 @@ use drover_api::disks::{JobChange, JobKind, JobRequest, JobState, JobView};
 use drover_api::server::Reply;
 use drover_api::types::{ApiError, ErrorCode, EventKind};
 use drover_block::{Job, JobHandle, lease};
-use vmm_sys_util::timerfd::TimerFd;
 
 use super::Control;
+use super::clock::Clock;
 use super::disks::{invalid, unavailable};
 use super::exchange::{Flush, Taken};
 use crate::machine::{Machine, disks};
@@ -47,12 +47,12 @@ struct Entry {
 pub(super) struct Jobs {
     next: u64,
     all: Vec<Entry>,
-    timer: TimerFd,
+    timer: Clock,
     ticking: bool,
 }
 
 impl Jobs {
-    pub(super) fn new(timer: TimerFd) -> Self {
+    pub(super) fn new(timer: Clock) -> Self {
         Self {
             next: 0,
             all: Vec::new(),
@@ -93,7 +93,7 @@ impl Jobs {
             return;
         }
         let changed = if needed {
-            self.timer.reset(TICK, Some(TICK))
+            self.timer.set(TICK, Some(TICK))
         } else {
             self.timer.clear()
         };
@@ -300,8 +300,10 @@ impl Control {
 
     /// Looks at all jobs that are under way.
     pub(super) fn tick_jobs(&mut self) {
-        let _ = self.jobs.timer.wait();
         use drover_block::JobState as State;
+        if !self.jobs.timer.rang() {
+            return;
+        }
         let active = self
             .jobs
             .all

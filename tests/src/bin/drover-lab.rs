@@ -95,6 +95,9 @@ enum Arguments {
         #[arg(long)]
         json: PathBuf,
     },
+    /// Our side of a run of `bench block`
+    #[command(hide = true)]
+    BlockLoad { task: String },
     /// Run stories here, one after another
     #[command(hide = true)]
     Run {
@@ -543,6 +546,10 @@ fn run(arguments: Arguments) -> io::Result<ExitCode> {
             let report =
                 bench::boot::run(&site, &site.scratch, rounds).map_err(io::Error::other)?;
             write_report(&report, &json)
+        }
+        Arguments::BlockLoad { task } => {
+            bench::block::run_here(&task).map_err(io::Error::other)?;
+            Ok(ExitCode::SUCCESS)
         }
         Arguments::Run {
             site,

@@ -123,7 +123,7 @@ fn share(scene: &Scene) -> Result {
         // Past the guest's own cache, which is not the one in question.
         let read = vm.console.run(
             &format!(
-                "dd if=/dev/vda bs=1M iflag=direct 2>/tmp/dd.log | lab-guest sum /dev/stdin {BYTES}"
+                "dd if=/dev/vda bs=1M iflag=direct 2>/tmp/dd.log | lab-guest sum /proc/self/fd/0 {BYTES}"
             ),
             Duration::from_secs(120),
         )?;

@@ -3,6 +3,8 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
 use super::SIZE;
 use crate::failure::{Context as _, Result};
 use crate::fixtures::command::succeed;
@@ -27,6 +29,7 @@ const CLUSTER: u64 = 65_536;
 const HUGE: u64 = 2 << 40;
 
 /// A chain of qcow2 images.
+#[derive(Serialize, Deserialize)]
 pub(super) struct Chain {
     /// Top first.
     pub(super) layers: Vec<PathBuf>,

@@ -1,4 +1,4 @@
-//! `bench block`: the image engine in this process against `qemu-img bench`, and behind vhost-user against QEMU's storage daemon,
+//! `bench block`: the image engine against `qemu-img bench`, and behind vhost-user against QEMU's storage daemon,
 //! on the same images, in one run.
 //!
 //! ```text
@@ -20,11 +20,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use drover_block::IoEngine;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::bench::statistics::{Ratio, median, ratio_of_pairs, rounded};
 use crate::failure::{Context as _, Result};
 use images::{Chain, Shape};
+pub use ours::run_here;
 
 /// Size of the disks.
 const SIZE: u64 = 256 << 20;
@@ -55,7 +57,7 @@ impl Options {
 }
 
 /// The requests of a run.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Load {
     write: bool,
     bytes: u64,
@@ -185,7 +187,7 @@ impl Place {
 }
 
 /// One run of a side.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Run {
     time: Duration,
     /// CPU time, user and system, of everything the run did.

@@ -1,4 +1,5 @@
-//! Our side: the engine in this process, driven as a VMM drives it, by its event.
+//! Our side: the engine driven as a VMM drives it, by its event, in a process of its own, since QEMU's is one too: on a machine that is
+//! shared, a process that has just begun is served better than one that has run for long.
 
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use rustix::time::{ClockId, clock_gettime};
 use super::images::Chain;
 use super::{Load, Run};
 use crate::failure::{Context as _, Failure, Result};
+use crate::fixtures::command::succeed;
 
 fn spec(chain: &Chain) -> DiskSpec {
     let mut layers = chain.layers.iter().map(|path| Layer {
@@ -47,8 +49,35 @@ pub(super) fn open(chain: &Chain, engine: IoEngine) -> Result<Duration> {
     Ok(time)
 }
 
-/// Runs a load on a chain.
+/// Runs a load on a chain, in this program started anew.
 pub(super) fn run(chain: &Chain, load: Load, engine: IoEngine) -> Result<Run> {
+    let threads = engine == IoEngine::Threads;
+    let task = serde_json::to_string(&(chain, load, threads))?;
+    let program = std::env::current_exe().context("this program")?;
+    let answer = succeed(program, &["block-load", &task])?;
+    Ok(serde_json::from_str(&answer)?)
+}
+
+/// What the program does that [`run`] starts: the load of a task, and prints how it went.
+///
+/// # Errors
+///
+/// The task is none, or a request fails.
+pub fn run_here(task: &str) -> Result {
+    let (chain, load, threads): (Chain, Load, bool) = serde_json::from_str(task)?;
+    let engine = if threads {
+        IoEngine::Threads
+    } else {
+        IoEngine::IoUring
+    };
+    println!(
+        "{}",
+        serde_json::to_string(&measured(&chain, load, engine)?)?
+    );
+    Ok(())
+}
+
+fn measured(chain: &Chain, load: Load, engine: IoEngine) -> Result<Run> {
     let mut disk = Disk::open_with(&spec(chain), engine).context("open the chain")?;
     let length = usize::try_from(load.bytes).unwrap_or(usize::MAX);
     let memory: Vec<Buffers> = (0..load.depth)

@@ -141,6 +141,7 @@ impl Measure<'_> {
                 Side::Ours => self.ours(),
                 Side::Qemu => self.qemu()?,
             }
+            .env("RUST_LOG", "warn")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()

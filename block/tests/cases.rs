@@ -228,7 +228,7 @@ fn a_corrupt_image_is_read_but_not_written() {
     patch(&spec.top.path, 72, &2u64.to_be_bytes());
     let message = refusal(&spec);
     assert!(
-        message.contains("corrupt") && message.contains("qemu-img check"),
+        message.contains("corrupt") && message.contains("repair"),
         "{message}"
     );
     let mut disk = TestDisk::open(&DiskSpec {

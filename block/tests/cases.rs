@@ -410,6 +410,23 @@ fn tables_past_the_end_of_the_file_are_errors_and_do_not_make_it_larger() {
 }
 
 #[test]
+fn a_cluster_kept_for_zeros_past_the_end_of_the_file_is_an_error_when_it_is_written() {
+    let folder = Folder::new();
+    let top = folder.path("top.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", text(&top), "1M"]);
+    qemu_io("qcow2", &top, &["write -P 1 0 64k"]);
+    // The first L2 entry: zero flag, COPIED, and a place 19 PiB away.
+    let far = 0x004c_0000_0000_0000u64;
+    patch(&top, 0x4_0000, &(far | 1 << 63 | 1).to_be_bytes());
+    let mut disk = TestDisk::open(&spec(&top, Format::Qcow2, &[]));
+    assert_eq!(disk.try_read(0, 512).unwrap(), [0; 512]);
+    let error = disk.try_write(0, &[1; 512]).unwrap_err();
+    assert!(matches!(error, IoError::Corrupt { .. }), "{error}");
+    drop(disk);
+    assert!(std::fs::metadata(&top).unwrap().len() < 1 << 20);
+}
+
+#[test]
 fn a_hostile_header_is_refused_before_memory_is_taken() {
     let patches: [(u64, &[u8]); 9] = [
         (36, &[0xff; 4]),

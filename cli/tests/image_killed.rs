@@ -33,7 +33,8 @@ fn until_done(scene: &Scene, line: &str, whole: impl Fn(&Scene)) {
         // Every try gets more, so that the slowest machine comes to an end.
         patience = patience * 7 / 5;
         if killed(scene, line, patience) {
-            assert!(deaths > 3, "{line} was never killed in the middle");
+            // A fast machine is through with a job of a few steps after few deaths.
+            assert!(deaths > 0, "{line} was never killed in the middle");
             return;
         }
         whole(scene);

@@ -46,7 +46,8 @@ pub fn commit(spec: &DiskSpec, monitor: &mut dyn Monitor) -> Result<(), Error> {
     }
 }
 
-/// Copies what the layers below have, and the top does not hide, into the top image, which then needs no backing file.
+/// Copies what the layers below have, and the top does not hide, into the top image, which then needs no backing file. One that needs
+/// none is left as it is: a flatten that died after its last step is done again like any other.
 ///
 /// # Errors
 /// The top is not qcow2, somebody uses it, or an image is damaged or full.
@@ -56,9 +57,20 @@ pub fn flatten(spec: &DiskSpec, monitor: &mut dyn Monitor) -> Result<(), Error> 
         let kind = ErrorKind::Backing(reason.into());
         return Err(Error::new(&spec.top.path, kind));
     }
-    let disk = Disk::open(&DiskSpec {
+    let info = super::info(&spec.top.path, spec.top.format)?;
+    let is_flat = info.qcow2.is_some_and(|qcow2| qcow2.backing_file.is_none());
+    let alone = DiskSpec {
         read_only: false,
+        backing: Backing::Explicit(Vec::new()),
         ..spec.clone()
+    };
+    if is_flat {
+        // Opened all the same: in use or marked corrupt it is refused.
+        return Disk::open(&alone)?.close();
+    }
+    let disk = Disk::open(&DiskSpec {
+        backing: spec.backing.clone(),
+        ..alone
     })?;
     run(disk, Job::Flatten, monitor)
 }

@@ -135,6 +135,14 @@ impl Qcow2 {
             clusters: bytes,
             zeroed: false,
         };
+        // The file may end inside the last of them, not before.
+        let last = first.saturating_add(bytes.saturating_sub(1) << geometry.cluster_bits);
+        if last >= self.file.end() {
+            return Err(IoError::corrupt(
+                last,
+                "an L2 entry points past the end of the file",
+            ));
+        }
         if !self.is_clear(first, bytes << geometry.cluster_bits) {
             return Err(self
                 .corrupt(first, "guest data would overwrite metadata")

@@ -191,8 +191,8 @@ fn killed_until_done(job: &str) {
     let mut flushes = 0;
     loop {
         rounds += 1;
-        // Longer every time, as fdatasync is slow on some hosts.
-        let after = Duration::from_millis(20 * rounds);
+        // So short at first that no host gets to the end, and longer every time, as fdatasync is slow on some.
+        let after = Duration::from_millis(2 * rounds * rounds);
         let seed = (rounds * 104_729).to_string();
         let story = kill(&[text(&top), &seed, job, text(&base)], after);
         flushes += story.flushes;
